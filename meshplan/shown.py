@@ -186,7 +186,7 @@ class _OneLine:
             yield f"{type(value).__name__}("
             stated = fields_of(value)
             if depth == 0 and stated:
-                yield from self._told_apart_by(stated)
+                yield from self._distinguishing_fields(stated)
                 return
             for number, (key, item) in enumerate(stated):
                 yield f"{', ' if number else ''}{key}="
@@ -197,7 +197,7 @@ class _OneLine:
         else:
             yield " ".join(repr(value).split())
 
-    def _told_apart_by(self, stated: Sequence[tuple[str, Any]]) -> Iterator[str]:
+    def _distinguishing_fields(self, stated: Sequence[tuple[str, Any]]) -> Iterator[str]:
         """Yield the first fields of a nested value that are numbers or strings, and an ellipsis."""
         plain = [(key, item) for key, item in stated if type(item) in (str, int, float)]
         for key, item in plain[: 2 if self._num_items else 0]:

@@ -68,7 +68,7 @@ def _from_both_ends(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
     A pipe contains one token per piece. A process takes a token before each piece that it works on,
     so that the two processes meet without working on any piece twice.
     """
-    with _pipe() as (tokens, filler), _pipe() as (here, there):
+    with _pipe() as (tokens, filler), _pipe() as (read_end, write_end):
         filler.write(bytes(len(pieces)))
         filler.close()  # Otherwise a reader would wait for more tokens after the last one.
         own, copy = os.getpid(), 0
@@ -76,12 +76,14 @@ def _from_both_ends(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
         try:
             copy = _fork()
             if not copy:
-                here.close()
-                _do_the_last(work, pieces, lambda: os.getppid() == own and _takes(tokens), there)
-            there.close()
+                read_end.close()
+                _do_the_last(
+                    work, pieces, lambda: os.getppid() == own and _takes(tokens), write_end
+                )
+            write_end.close()
             while _takes(tokens):
                 done.append(work(pieces[len(done)]))
-            found = _received(here)
+            found = _received(read_end)
         finally:
             if copy > 0:
                 os.kill(copy, signal.SIGKILL)
@@ -126,7 +128,7 @@ def _takes(tokens: io.FileIO) -> bool:
 
 
 def _do_the_last(
-    work: Callable[[A], B], pieces: Sequence[A], takes: Callable[[], bool], there: io.FileIO
+    work: Callable[[A], B], pieces: Sequence[A], takes: Callable[[], bool], write_end: io.FileIO
 ) -> NoReturn:
     """Work on pieces in the copy, from the last one backwards; write the results and exit.
 
@@ -134,22 +136,22 @@ def _do_the_last(
         work: The function to call with each piece.
         pieces: All pieces.
         takes: Takes a token and returns True; returns False if no token is left or the parent died.
-        there: The write end of the pipe for the results.
+        write_end: The write end of the pipe for the results.
     """
     done: list[B] = []
     try:
         with suppress(Exception):  # The parent repeats the piece that raised, and raises its error.
             while takes():
                 done.insert(0, work(pieces[-1 - len(done)]))
-        with open(there.fileno(), "wb", closefd=False) as file:
+        with open(write_end.fileno(), "wb", closefd=False) as file:
             pickle.dump(done, file)
     finally:
         os._exit(0)  # Skip exit handlers, which belong to the parent.
 
 
-def _received(here: io.FileIO) -> list[Any]:
+def _received(read_end: io.FileIO) -> list[Any]:
     """Return the copy's results; [] if the copy was killed before, for example out of memory."""
     with suppress(EOFError, pickle.UnpicklingError):
-        found: list[Any] = pickle.loads(here.readall())
+        found: list[Any] = pickle.loads(read_end.readall())
         return found
     return []

@@ -342,7 +342,7 @@ def estimate_memory(
             planned = make_plan(spec, graph)
             estimate = estimate_analytic(
                 planned, device=device, limit_bytes=limit_bytes, notes=(*notes, *more),
-                worst_routing=True, tells_modules=True,
+                worst_routing=True, by_module=True,
             )  # fmt: skip
         except UnstatedError:
             raise
@@ -356,38 +356,38 @@ def estimate_memory(
                 return estimate
             from meshplan.runtime.estimate.fixes import with_fixes  # torch
 
-            def told_again(other: Spec) -> MemoryEstimate:
+            def estimate_again(other: Spec) -> MemoryEstimate:
                 changed = make_plan(other, graph)
                 return estimate_analytic(
                     changed, device=device, limit_bytes=limit_bytes, try_expandable=False
                 )
 
             took_s = time.monotonic() - began
-            return with_fixes(planned, estimate, told_again, fixes, report, took_s)
+            return with_fixes(planned, estimate, estimate_again, fixes, report, took_s)
     from meshplan.runtime.estimate.estimate import estimate_by_trace
     from meshplan.runtime.estimate.fixes import with_fixes  # torch
     from meshplan.runtime.estimate.request import EstimateRequest, decided
     from meshplan.runtime.estimate.scale_down import model_source_of
 
-    question = EstimateRequest(
+    request = EstimateRequest(
         spec=spec,
         source=model_source_of(spec, source.model, source.config),
         device=device,
         limit_bytes=limit_bytes,
         tier=tier,
     )
-    estimate = estimate_by_trace(question, report, notes)
+    estimate = estimate_by_trace(request, report, notes)
     took_s = time.monotonic() - began
     if estimate.fits is not False or fixes is False:
         return estimate
 
-    def traced_again(other: Spec) -> MemoryEstimate:
+    def trace_again(other: Spec) -> MemoryEstimate:
         return estimate_by_trace(
-            replace(question, spec=other, tier=int(estimate.tier)), lambda text: None
+            replace(request, spec=other, tier=int(estimate.tier)), lambda text: None
         )
 
-    _, planned = decided(question.spec, question.source)
-    return with_fixes(planned, estimate, traced_again, fixes, report, took_s)
+    _, planned = decided(request.spec, request.source)
+    return with_fixes(planned, estimate, trace_again, fixes, report, took_s)
 
 
 def traced_log(
@@ -412,7 +412,7 @@ def traced_log(
 
     device, limit_bytes, _ = read_limit(source.gpu, source.memory, plan.spec)
     builder = model_source_of(plan.spec, source.model, source.config)
-    question = EstimateRequest(
+    request = EstimateRequest(
         spec=plan.spec, source=builder, device=device, limit_bytes=limit_bytes
     )
-    return log_of_rank(question, rank, report)
+    return log_of_rank(request, rank, report)

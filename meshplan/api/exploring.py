@@ -89,11 +89,11 @@ def _start(plan: PlanSource | Spec | Plan, source: Source) -> tuple[Plan, Rehear
     if not isinstance(plan, Spec):
         return checking.decide(source), None
     config = source.config
-    told = from_config(config, Origin("config")) if config is not None else graph_of(spec)
-    if told is None:
+    config_graph = from_config(config, Origin("config")) if config is not None else graph_of(spec)
+    if config_graph is None:
         what = "the plan names no function or config of the model, so its modules are unknown"
         raise SpecError(Problem(what, Origin(spec.source, "model"), "pass model or config"))
-    return make_plan(spec, told), None
+    return make_plan(spec, config_graph), None
 
 
 class Explorer:

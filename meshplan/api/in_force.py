@@ -101,9 +101,9 @@ def spec_in_force(
     from meshplan.planner.problem import request  # numpy
 
     def ask(profile: Path | None) -> PlanRequest:
-        from meshplan.runtime.live.planned import question_of_entry  # torch
+        from meshplan.runtime.live.planned import request_of_entry  # torch
 
-        return question_of_entry(
+        return request_of_entry(
             source.plan, source.overrides, source.model, profile=profile, report=report
         )
 

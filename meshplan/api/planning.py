@@ -23,7 +23,7 @@ from meshplan.planner.lock.lock import lock_in_words, locked, profile_of_lock
 from meshplan.planner.lock.lock import overrides as overrides_of
 from meshplan.planner.objectives.answer import answer
 from meshplan.planner.problem.decision import Decision, Evaluated, PlanRequest
-from meshplan.planner.problem.request import cluster_of, question_of_file
+from meshplan.planner.problem.request import cluster_of, request_of_file
 from meshplan.spec.keys import check_free, freed
 from meshplan.textbook.inputs import read_limit
 
@@ -71,9 +71,9 @@ def search_plan(
         SpecError: The plan or the model cannot be read.
         PlanError: The plan contradicts itself, or lacks a value that the search needs.
     """
-    question = _question(source_of(plan, overrides, **given), report)
-    question = replace(question, is_stopped=is_stopped, other_layouts=other_layouts)
-    return answer(question, report)
+    request = _request(source_of(plan, overrides, **given), report)
+    request = replace(request, is_stopped=is_stopped, other_layouts=other_layouts)
+    return answer(request, report)
 
 
 def find_frontier(
@@ -101,8 +101,8 @@ def find_frontier(
     """
     from meshplan.planner.answers.frontier import frontier
 
-    question = _question(source_of(plan, overrides, **given), report)
-    return frontier(replace(question, is_stopped=is_stopped), report)
+    request = _request(source_of(plan, overrides, **given), report)
+    return frontier(replace(request, is_stopped=is_stopped), report)
 
 
 def fewest_devices(
@@ -132,11 +132,11 @@ def fewest_devices(
     from meshplan.planner.objectives.num_devices import fewest, positive
 
     amounts = positive(tokens, "--tokens"), positive(days, "--days")
-    question = _question(source_of(plan, overrides, **given), report)
-    return fewest(replace(question, is_stopped=is_stopped), *amounts, report)
+    request = _request(source_of(plan, overrides, **given), report)
+    return fewest(replace(request, is_stopped=is_stopped), *amounts, report)
 
 
-def _question(source: Source, report: Callable[[str], None]) -> PlanRequest:
+def _request(source: Source, report: Callable[[str], None]) -> PlanRequest:
     """Build the planner's request from the model's config, or by running the model's function."""
     if why := unlike(installed()):
         report(why)
@@ -145,14 +145,14 @@ def _question(source: Source, report: Callable[[str], None]) -> PlanRequest:
         source.config is None and stated is not None and stated.entry
     )
     if not is_live:
-        return question_of_file(
+        return request_of_file(
             source.plan, source.overrides, source.config, source.gpu, source.memory, source.profile
         )
     with collecting_rarely():  # Loading modules and building a model create many objects.
-        from meshplan.runtime.live.planned import question_of_entry  # torch
+        from meshplan.runtime.live.planned import request_of_entry  # torch
 
         profile = source.profile
-        return question_of_entry(
+        return request_of_entry(
             source.plan, source.overrides, source.model, source.config, gpu=source.gpu,
             memory=source.memory, profile=Path(profile) if profile is not None else None,
             report=report,
@@ -179,8 +179,8 @@ def find_trouble(
     """
     from meshplan.planner.answers.infeasible import trouble_of
 
-    question = _question(source_of(plan, overrides, **given), report)
-    return trouble_of(replace(question, is_stopped=is_stopped), report)
+    request = _request(source_of(plan, overrides, **given), report)
+    return trouble_of(replace(request, is_stopped=is_stopped), report)
 
 
 def explain(
@@ -219,16 +219,16 @@ def explain(
     if source.profile is None and (profile := profile_of_lock(source.plan)) is not None:
         report(f"step times use {profile.name}, the profile that the lock was made with")
         source = replace(source, profile=profile)
-    question = _question(source, report)
+    request = _request(source, report)
     if words[0] == "why-not":
-        asker, settings = Asker(question, report), [words[1]]
+        asker, settings = Asker(request, report), [words[1]]
     else:
-        asker = Asker(question, lambda text: None)
+        asker = Asker(request, lambda text: None)
         settings = asker.settings(words[1])
         report(f"searching the best plan with each of {len(settings)} settings")
     answers = [asker.why_not(each) for each in settings]
-    by = locked(source.plan, question.read, question.graph)
-    if line := lock_in_words(by, source.plan, question.read(())):
+    by = locked(source.plan, request.read, request.graph)
+    if line := lock_in_words(by, source.plan, request.read(())):
         report(line)
     return answers
 

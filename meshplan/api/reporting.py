@@ -56,7 +56,7 @@ class _ReportBuilder:
         self._spec = source.spec
         name = "a plan" if isinstance(self._plan, Mapping) else os.fspath(self._plan)
         self._known = ReportFacts(
-            name=name, text=self._text(), on_top=source.overrides, gpu=source.gpu,
+            name=name, text=self._text(), overrides=source.overrides, gpu=source.gpu,
             memory=source.memory,
         )  # fmt: skip
 

@@ -72,7 +72,7 @@ def retarget(
     source = source_of(plan, overrides, **given)
     if old is None:
         old = checking.decide(source)
-    decision = planning.search_plan(source.on_top(settings), report=report)
+    decision = planning.search_plan(source.with_overrides(settings), report=report)
     if decision.chosen is None:
         return Retarget(decision=decision, difference=None, moved=None)
     new = decision.chosen.plan

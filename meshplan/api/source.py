@@ -84,7 +84,7 @@ class Source:
             return spec.model.entry, spec.origin("model.entry")
         return None
 
-    def on_top(self, statements: Sequence[str]) -> Source:
+    def with_overrides(self, statements: Sequence[str]) -> Source:
         """Return a copy with these `KEY=VALUE` statements after the overrides."""
         return replace(self, overrides=(*self.overrides, *statements))
 

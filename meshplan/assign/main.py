@@ -261,9 +261,9 @@ def _data_cut(
     if not tensor.numel:
         return bool(mesh.present(GRADIENT_AXES)), None, Reason("the tensor is empty")
     if not tensor.shape:
-        asked = parse_placement(str(own.value)) if own else None
-        if own is not None and asked is not None:
-            units.report(no_dim(tensor, asked, spec.origin(own.path)))
+        stated_dim = parse_placement(str(own.value)) if own else None
+        if own is not None and stated_dim is not None:
+            units.report(no_dim(tensor, stated_dim, spec.origin(own.path)))
         return bool(mesh.present(GRADIENT_AXES)), None, Reason("a scalar cannot be sharded")
     if own is not None:
         origin = spec.origin(own.path)
@@ -284,11 +284,17 @@ def _data_cut(
     if not unit.is_sharded:
         return False, None, reason
     stated = own or around
-    asked = parse_placement(str(stated.value)) if stated and not stated.rule.data else None
-    if not asked and "ep" not in used.axes and not used.packed:
+    stated_dim = parse_placement(str(stated.value)) if stated and not stated.rule.data else None
+    if not stated_dim and "ep" not in used.axes and not used.packed:
         return False, 0, reason
     sizes, ranks = used.local_shape(tensor.shape, mesh), mesh.size(*unit.shard_axes)
-    dim = asked if asked is not None else _first_even(sizes, ranks) if "ep" in used.axes else 0
+    dim = (
+        stated_dim
+        if stated_dim is not None
+        else _first_even(sizes, ranks)
+        if "ep" in used.axes
+        else 0
+    )
     if not -len(tensor.shape) <= dim < len(tensor.shape):
         if own is not None:
             units.report(no_dim(tensor, dim, reason.origin))
@@ -356,13 +362,13 @@ def _one_dtype(units: UnitDecision, tensors: Mapping[str, Placed]) -> Iterator[P
     FSDP2 reduces the gradients of a unit as one tensor, so these must have one dtype.
     """
     first: dict[str, Placed] = {}
-    told: set[str] = set()
+    reported: set[str] = set()
     for fqn, placed in tensors.items():
         if placed.unit is None or not placed.info.trainable:
             continue
         other = first.setdefault(placed.unit, placed)
-        if placed.dtype != other.dtype and placed.unit not in told:
-            told.add(placed.unit)
+        if placed.dtype != other.dtype and placed.unit not in reported:
+            reported.add(placed.unit)
             yield Problem(
                 f"{other.info.fqn} is {other.dtype} and {fqn} is {placed.dtype}, but one unit "
                 f"('{placed.unit}') reduces their gradients together",
@@ -403,14 +409,14 @@ def _no_empty_parts(mesh: Mesh, tensors: Mapping[str, Placed]) -> Iterator[Probl
 
 def _no_such_dim(spec: Spec, graph: ModelGraph, cascade: Cascade) -> Iterator[Problem]:
     """Yield a problem for `dp_shard: S(d)` on a module if none of its parameters has a dim d."""
-    told: set[str] = set()
+    reported: set[str] = set()
     for fqn, stated in cascade.modules_with(PLACE):
         dim = parse_placement(str(stated.value))
-        if dim is None or stated.path in told:
+        if dim is None or stated.path in reported:
             continue
         inside = [t for t in graph.parameters if is_inside(t.fqn, fqn)]
         if inside and not any(-len(t.shape) <= dim < len(t.shape) for t in inside):
-            told.add(stated.path)
+            reported.add(stated.path)
             yield Problem(
                 f"no parameter of '{fqn}' has a dim {dim}", spec.origin(stated.path), "use S(0)"
             )

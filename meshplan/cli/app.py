@@ -237,10 +237,10 @@ def _demo(args: argparse.Namespace) -> int:
         answer(args, *plan_to_text(plan, colour=colours(args)), "")
     world, steps = plan.mesh.world_size, args.steps
     print_notes(args, [f"{world} processes on the CPU of this machine, and gloo between them"])
-    with loss_progress(f"{world} ranks", steps, is_quiet=args.quiet) as told:
-        losses, live = demo.train_under_plan(plan, steps, told)
-    with loss_progress("1 process", steps, is_quiet=args.quiet) as told:
-        alone = demo.train_alone(plan, steps, told)
+    with loss_progress(f"{world} ranks", steps, is_quiet=args.quiet) as on_step:
+        losses, live = demo.train_under_plan(plan, steps, on_step)
+    with loss_progress("1 process", steps, is_quiet=args.quiet) as on_step:
+        alone = demo.train_alone(plan, steps, on_step)
     tolerance = demo.tolerance(plan)
     predicted = state_bytes_by_rank(plan.assignment, plan.spec.optimizer)
     if args.json:

@@ -156,18 +156,18 @@ def until_interrupted() -> Iterator[Callable[[], bool]]:
     The first Ctrl-C only asks for the best answer so far, which no verb writes to a file unless a
     flag says so; the second one raises KeyboardInterrupt.
     """
-    pressed: list[int] = []
+    interrupts: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False  # Python allows signal handlers in the main thread only.
         return
 
-    def press(number: int, frame: object) -> None:
-        pressed.append(number)
+    def interrupt(number: int, frame: object) -> None:
+        interrupts.append(number)
         signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, press)
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
-        yield lambda: bool(pressed)
+        yield lambda: bool(interrupts)
     finally:
         signal.signal(signal.SIGINT, before)
 

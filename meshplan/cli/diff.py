@@ -49,8 +49,8 @@ def _diff(args: argparse.Namespace) -> int:
         )  # fmt: skip
         sides.append((name, plan))
         # The figures in a lock are wrong for a plan changed by --set, and with another profile.
-        is_told = not args.set and args.profile is None
-        figures = planning.figures_of_lock(path, plan, lock) if is_told else {}
+        may_use_lock = not args.set and args.profile is None
+        figures = planning.figures_of_lock(path, plan, lock) if may_use_lock else {}
         if not figures and not plan.graph.config and lock is None:
             try:
                 figures = figures_of(planning.search_plan(source), plan)

@@ -42,8 +42,8 @@ def _show(args: argparse.Namespace) -> int:
     plan = checking.decide(source_of(args), noted=notes.append)
     warnings = plan.assignment.warnings
     if args.json:
-        said = [*notes, *(str(warning) for warning in warnings)]
-        answer_json(args, "show/1", plan_to_json(plan), said)
+        lines = [*notes, *(str(warning) for warning in warnings)]
+        answer_json(args, "show/1", plan_to_json(plan), lines)
         return YES
     answer(args, *plan_to_text(plan, colour=colours(args)))
     print_notes(args, notes)
@@ -123,11 +123,11 @@ def _in_terminal(source: Source, args: argparse.Namespace) -> int:
         print_lines,
     )
 
-    twins: dict[str, Callable[[Any], Any]] = {
+    texts: dict[str, Callable[[Any], Any]] = {
         "mesh": mesh_lines, "layout": layout_lines, "memory": memory_lines, "gantt": gantt_lines,
         "graph": graph_lines,
     }  # fmt: skip
-    if (args.what is not None and args.what not in twins) or args.json:
+    if (args.what is not None and args.what not in texts) or args.json:
         what = f"the picture of {args.what} has no text form, and no file is named"
         if args.json:
             what = "--json describes the file that was written, and no file is named"
@@ -140,7 +140,7 @@ def _in_terminal(source: Source, args: argparse.Namespace) -> int:
             answer(args, "")
         args.what = what
         facts = facts_of(plan, what, **_given(source, plan, args))
-        print_lines(twins[what](facts), args.answers, colour=colours(args))
+        print_lines(texts[what](facts), args.answers, colour=colours(args))
     print_notes(args, notes)
     return YES
 
@@ -207,7 +207,7 @@ def _given(source: Source, plan: Plan, args: argparse.Namespace) -> dict[str, An
     # Estimate as `meshplan estimate` does: from the config alone if possible, else trace a step.
     if is_counted(plan):
         return given
-    estimate = _told(plan, args)
+    estimate = _analytic_estimate(plan, args)
     if args.what == "timeline":
         if estimate is None:
             given["log"] = checking.traced_log(plan, int(args.rank or 0), source, noting(args))
@@ -224,7 +224,7 @@ def _given(source: Source, plan: Plan, args: argparse.Namespace) -> dict[str, An
     return given
 
 
-def _told(plan: Plan, args: argparse.Namespace) -> MemoryEstimate | None:
+def _analytic_estimate(plan: Plan, args: argparse.Namespace) -> MemoryEstimate | None:
     """Return an estimate from the model's config alone; None if this is not possible."""
     from meshplan.memory.analytic.estimate import estimate_analytic
 

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from meshplan.planner.space.space import EmptySpaceError
 
 
-def _question_flags(parser: argparse.ArgumentParser) -> None:
+def _request_flags(parser: argparse.ArgumentParser) -> None:
     for add in (model_flags, machine_flags, profile_flag, free_flag):
         add(parser)
 
 
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
-    _question_flags(parser)
+    _request_flags(parser)
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="file of the lock (default PLAN.lock.yaml)"
     )
@@ -82,7 +82,7 @@ def _plan(args: argparse.Namespace) -> int:
     from meshplan.render.plans.sizing import frontier_to_json, frontier_to_text
 
     old = None
-    asked = _PlanFlags(args)
+    flags = _PlanFlags(args)
     if args.retarget is not None and (args.tokens or args.days):
         what = "--retarget plans for given nodes, but --tokens and --days search their number"
         fix = "leave --retarget out, or --tokens and --days"
@@ -91,26 +91,26 @@ def _plan(args: argparse.Namespace) -> int:
         from meshplan.api.retargeting import retarget_settings
 
         settings = retarget_settings(args.retarget)
-        old = checking.decide(replace(asked.source, overrides=tuple(args.set)))
-        known = {} if args.set or args.profile else planning.figures_of_lock(asked.path, old)
+        old = checking.decide(replace(flags.source, overrides=tuple(args.set)))
+        known = {} if args.set or args.profile else planning.figures_of_lock(flags.path, old)
         args.set = [*args.set, *settings]
-        asked.source = asked.source.on_top(settings)
+        flags.source = flags.source.with_overrides(settings)
     if args.tokens is not None or args.days is not None:
-        return _plan_training(asked)
+        return _plan_training(flags)
     with until_interrupted() as is_stopped:
         try:
             decision = planning.search_plan(
-                asked.source, report=asked.report, is_stopped=is_stopped, other_layouts=True
+                flags.source, report=flags.report, is_stopped=is_stopped, other_layouts=True
             )
         except EmptySpaceError as error:
-            return _print_trouble(asked, error, is_stopped)
+            return _print_trouble(flags, error, is_stopped)
         if decision.chosen is None:
-            return _print_trouble(asked, decision, is_stopped)
+            return _print_trouble(flags, decision, is_stopped)
         # If the space has only one configuration, its plan is the whole frontier.
         evaluated_plans, is_whole = undominated(decision.evaluated_plans), decision.num_configs == 1
         if args.frontier and not is_whole:
             evaluated_plans, is_whole = planning.find_frontier(
-                asked.source, report=asked.report, is_stopped=is_stopped
+                flags.source, report=flags.report, is_stopped=is_stopped
             )
     more = frontier_to_json(decision, evaluated_plans, is_whole=is_whole)
     lines: list[str] = []
@@ -126,7 +126,7 @@ def _plan(args: argparse.Namespace) -> int:
 
         assert decision.chosen is not None
         found = planning.compare(
-            (str(asked.path), old),
+            (str(flags.path), old),
             (args.retarget, decision.chosen.plan),
             profile=args.profile,
             known=(known, figures_of(decision)),
@@ -134,29 +134,29 @@ def _plan(args: argparse.Namespace) -> int:
         moved = reshard(old, decision.chosen.plan)
         more["retarget"] = retarget_to_json(found, moved)
         lines += ["", *retarget_to_text(found, moved)]
-    return _print_plan(asked, decision, more, lines, is_interrupted=is_stopped())
+    return _print_plan(flags, decision, more, lines, is_interrupted=is_stopped())
 
 
-def _plan_training(asked: _PlanFlags) -> int:
+def _plan_training(flags: _PlanFlags) -> int:
     """Find the fewest nodes for a whole training, print the plan, and return the exit code."""
     from meshplan.api import planning
     from meshplan.render.plans.sizing import training_to_json, training_to_text
 
-    args = asked.args
+    args = flags.args
     if args.tokens is None or args.days is None:
         what = "the fewest nodes depend on both --tokens and --days, and one is missing"
         raise SpecError(Problem(what, Origin("--days"), "add both --tokens and --days"))
     with until_interrupted() as is_stopped:
         found = planning.fewest_devices(
-            asked.source,
+            flags.source,
             tokens=args.tokens,
             days=args.days,
-            report=asked.report,
+            report=flags.report,
             is_stopped=is_stopped,
         )
     is_interrupted = is_stopped()
-    more = {"training": training_to_json(found, asked.price)}
-    lines = training_to_text(found, asked.price)
+    more = {"training": training_to_json(found, flags.price)}
+    lines = training_to_text(found, flags.price)
     if found.answer is None:
         if args.json:
             answer_json(args, "plan/1", {"fits": False, **more})
@@ -165,7 +165,7 @@ def _plan_training(asked: _PlanFlags) -> int:
         return INTERRUPTED if is_interrupted else NO
     assert found.answer.decision is not None
     decision = found.answer.decision
-    code = _print_plan(asked, decision, more, ["", *lines], is_interrupted=is_interrupted)
+    code = _print_plan(flags, decision, more, ["", *lines], is_interrupted=is_interrupted)
     return code if found.is_fewest or is_interrupted else NO
 
 
@@ -198,7 +198,7 @@ class _PlanFlags:
 
 
 def _print_trouble(
-    asked: _PlanFlags, found: Decision | EmptySpaceError, is_stopped: Callable[[], bool]
+    flags: _PlanFlags, found: Decision | EmptySpaceError, is_stopped: Callable[[], bool]
 ) -> int:
     """Print why there is no plan and which changes would help, and return the exit code."""
     from meshplan.api import planning
@@ -211,18 +211,18 @@ def _print_trouble(
     )
     from meshplan.render.plans.trouble import trouble_to_json, trouble_to_text
 
-    args = asked.args
+    args = flags.args
     if isinstance(found, Exception):
         result, is_whole = no_space_to_json(found), True
-        lines = no_space_to_text(found, asked.path)
+        lines = no_space_to_text(found, flags.path)
     else:
         colour = colours(args)
         result, is_whole = decision_to_json(found), found.is_whole
-        lines = decision_to_text(found, asked.path, colour=colour)
+        lines = decision_to_text(found, flags.path, colour=colour)
     trouble = None
     # Only a complete search proves that nothing fits.
     if is_whole and not isinstance(found, UnsearchedError):
-        trouble = planning.find_trouble(asked.source, report=asked.report, is_stopped=is_stopped)
+        trouble = planning.find_trouble(flags.source, report=flags.report, is_stopped=is_stopped)
     if args.json:
         more = trouble_to_json(trouble) if trouble else {"conflict": None, "fixes": []}
         answer_json(args, "plan/1", {**result, "changed": None, **more})
@@ -232,7 +232,7 @@ def _print_trouble(
 
 
 def _print_plan(
-    asked: _PlanFlags,
+    flags: _PlanFlags,
     decision: Decision,
     more: Mapping[str, Any],
     lines: Sequence[str],
@@ -242,7 +242,7 @@ def _print_plan(
     """Print the chosen plan, write its lock, and return the exit code.
 
     Args:
-        asked: The flags.
+        flags: The flags.
         decision: The planner's decision; `decision.chosen` is not None.
         more: Further keys of the JSON result.
         lines: Lines to print after the plan, without `--json`.
@@ -258,27 +258,27 @@ def _print_plan(
     )
     from meshplan.render.plans.sizing import cost_to_json, cost_to_text
 
-    args = asked.args
-    changes = _changes(args, asked.path, decision)
+    args = flags.args
+    changes = _changes(args, flags.path, decision)
     written = planning.as_written(decision, args.gpu, args.memory)
     # The lock is written first, so that `meshplan plan | head` writes it, too.
-    why_no_lock, failure = _why_no_lock(asked, decision, is_interrupted=is_interrupted), None
+    why_no_lock, failure = _why_no_lock(flags, decision, is_interrupted=is_interrupted), None
     target = None
     if not why_no_lock and not args.dry_run:
         try:
-            target = planning.lock_plan(asked.path, decision, args.output, args.free)
+            target = planning.lock_plan(flags.path, decision, args.output, args.free)
         except SpecError as error:  # Not raised: the plan is still the answer.
             failure = error
     if args.json:
         result = {**decision_to_json(decision), "changed": changes_to_json(changes)}
-        result |= {"conflict": None, "fixes": [], "cost": cost_to_json(decision, asked.price)}
+        result |= {"conflict": None, "fixes": [], "cost": cost_to_json(decision, flags.price)}
         result["as_written"] = written and written_to_json(written)
         answer_json(args, "plan/1", {**result, **more})
     else:
         colour = colours(args)
-        costs = cost_to_text(decision, asked.price)
+        costs = cost_to_text(decision, flags.price)
         text = decision_to_text(
-            decision, asked.path, costs, colour=colour, why_not_searched=args.why_not_searched
+            decision, flags.path, costs, colour=colour, why_not_searched=args.why_not_searched
         )
         answer(args, *text, *lines)
     assert decision.chosen is not None
@@ -297,10 +297,10 @@ def _print_plan(
     return YES if decision.is_whole else NO
 
 
-def _why_no_lock(asked: _PlanFlags, decision: Decision, *, is_interrupted: bool) -> str:
+def _why_no_lock(flags: _PlanFlags, decision: Decision, *, is_interrupted: bool) -> str:
     """Return why no lock is written although `--dry-run` is not given; "" if one is."""
-    args = asked.args
-    if (why_not := _more_nodes(asked, decision)) is not None:
+    args = flags.args
+    if (why_not := _more_nodes(flags, decision)) is not None:
         return why_not
     if is_interrupted and not args.keep_best:
         return "interrupted: no lock is written; --keep-best writes the best plan so far"
@@ -310,13 +310,13 @@ def _why_no_lock(asked: _PlanFlags, decision: Decision, *, is_interrupted: bool)
     return ""
 
 
-def _more_nodes(asked: _PlanFlags, decision: Decision) -> str | None:
+def _more_nodes(flags: _PlanFlags, decision: Decision) -> str | None:
     """Return a note that the plan needs more nodes than stated and has no lock; None if neither."""
     from meshplan.spec.reader import load_spec
 
     assert decision.chosen is not None
     nodes = decision.chosen.stated.get("hardware.nodes", 0)
-    hardware = load_spec(asked.path, asked.args.set).hardware
+    hardware = load_spec(flags.path, flags.args.set).hardware
     if hardware is None or nodes <= hardware.nodes:
         return None
     what = "no lock is written: the chosen plan needs more nodes than the plan file states"
@@ -343,7 +343,7 @@ def _explain_flags(parser: argparse.ArgumentParser) -> None:
         metavar="WORD",
         help="why FIELD, why-not FIELD=VALUE, memory, or a module's name",
     )
-    _question_flags(parser)
+    _request_flags(parser)
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -352,11 +352,11 @@ def _explain(args: argparse.Namespace) -> int:
     from meshplan.api import planning
     from meshplan.render.plans.explain import why_not_to_json, why_not_to_text
 
-    asked = _PlanFlags(args)
-    answers = planning.explain(asked.source, args.words, report=asked.report)
+    flags = _PlanFlags(args)
+    answers = planning.explain(flags.source, args.words, report=flags.report)
     if args.json:
         result = {"answers": [why_not_to_json(each) for each in answers]}
-        answer_json(args, "explain/1", result, asked.notes)
+        answer_json(args, "explain/1", result, flags.notes)
     elif len(answers) == 1:
         answer(args, *why_not_to_text(answers[0]))
     else:

@@ -77,8 +77,8 @@ def chain_of(
     ]:
         raise PlanError(problems)
 
-    looks = tuple(map(shape.is_sparse, range(shape.layers)))
-    shown = shown_of(looks)
+    block_keys = tuple(map(shape.is_sparse, range(shape.layers)))
+    shown = shown_of(block_keys)
     few = replace(
         shape,
         layers=len(shown),
@@ -94,7 +94,11 @@ def chain_of(
         return decoder_tape(few, run, cuts_loss=cuts_loss)
 
     return chain_of_tapes(
-        write, num_blocks=shape.layers, seq_len=seq_len, element_bytes=element_bytes, looks=looks
+        write,
+        num_blocks=shape.layers,
+        seq_len=seq_len,
+        element_bytes=element_bytes,
+        block_keys=block_keys,
     )
 
 
@@ -105,7 +109,7 @@ def chain_of_tapes(
     seq_len: int,
     element_bytes: int,
     keeps: Callable[[TapeOp], bool] = is_chosen,
-    looks: Sequence[Hashable] = (),
+    block_keys: Sequence[Hashable] = (),
 ) -> Chain:
     """Return the chain of a model with few kinds of blocks, read from tapes that `write` makes.
 
@@ -116,25 +120,25 @@ def chain_of_tapes(
         seq_len: Tokens of one sample.
         element_bytes: Bytes per element of the compute dtype.
         keeps: Returns True if selective recomputation saves the results of an op.
-        looks: For each block, a key that is equal for blocks of one kind; () if all are equal.
+        block_keys: For each block, a key that is equal for blocks of one kind; () if all are equal.
 
     Assumes: apart from the first and the last block, blocks with the same key are equal.
     """
-    looks = looks or (None,) * num_blocks
-    shown = shown_of(looks)
+    block_keys = block_keys or (None,) * num_blocks
+    shown = shown_of(block_keys)
     # The cost of two samples minus that of one is the cost per sample; the rest occurs once.
     one, two = (
         Reading(write(len(shown), batch), seq_len, element_bytes, keeps=keeps) for batch in (1, 2)
     )
     places = list(zip(one.places(), two.places(), strict=True))
-    found = _fold([_kind(*pair) for pair in places], [looks[n] for n in shown])
+    found = _fold([_kind(*pair) for pair in places], [block_keys[n] for n in shown])
     blocks = [n for n, kind in enumerate(found) if kind.has_options]
     before, after = found[: blocks[0]], found[blocks[-1] + 1 :]
     # Let an inner block stand for its kind if there is one, since the first and the last block may
     # save other tensors.
-    standing = {looks[n]: blocks[place] for place, n in enumerate(shown)}
-    standing |= {looks[n]: blocks[place] for place, n in [*enumerate(shown)][1:-1]}
-    inner = [found[standing[look]] for look in looks]
+    standing = {block_keys[n]: blocks[place] for place, n in enumerate(shown)}
+    standing |= {block_keys[n]: blocks[place] for place, n in [*enumerate(shown)][1:-1]}
+    inner = [found[standing[block_key]] for block_key in block_keys]
     inner[0], inner[-1] = found[blocks[0]], found[blocks[-1]]
     name = places[blocks[0]][0].name.rpartition(".")[0]
     kinds: dict[Kind, int] = {}
@@ -153,10 +157,10 @@ def _kind(one: TapeSection, two: TapeSection) -> Kind:
         numels=one.numels,
         forward=tally(one.forward, two.forward),
         backward=tally(one.backward, two.backward),
-        again=tuple(map(tally, one.again, two.again)),  # type: ignore[arg-type]
+        recompute=tuple(map(tally, one.recompute, two.recompute)),  # type: ignore[arg-type]
         sent_forward=sent(one.forward, two.forward),
         sent_backward=sent(one.backward, two.backward),
-        sent_again=tuple(map(sent, one.again, two.again)),  # type: ignore[arg-type]
+        sent_recompute=tuple(map(sent, one.recompute, two.recompute)),  # type: ignore[arg-type]
         saved_bytes=_fewest(one.saved_bytes, two.saved_bytes),
         transient_bytes=_fewest(one.transient_bytes, two.transient_bytes),
         # Floats, because a numpy integer column times a large Python int overflows.
@@ -183,15 +187,15 @@ def _fewest(one: Sequence[int], two: Sequence[int]) -> Triple:
     return a, b, c
 
 
-def shown_of(looks: Sequence[Hashable]) -> tuple[int, ...]:
+def shown_of(block_keys: Sequence[Hashable]) -> tuple[int, ...]:
     """Return the blocks to put on a tape: the first, the last, and one of each kind between."""
-    last, between = len(looks) - 1, dict[Hashable, int]()
+    last, between = len(block_keys) - 1, dict[Hashable, int]()
     for number in range(1, last):
-        between.setdefault(looks[number], number)
+        between.setdefault(block_keys[number], number)
     return tuple(dict.fromkeys((0, *between.values(), last)))
 
 
-def _fold(kinds: Sequence[Kind], looks: Sequence[Hashable]) -> list[Kind]:
+def _fold(kinds: Sequence[Kind], block_keys: Sequence[Hashable]) -> list[Kind]:
     """Return the kinds, with a first or last block of equal work given the kind of an inner block.
 
     An end block that does the same work as an inner block may still save other bytes: no
@@ -201,19 +205,19 @@ def _fold(kinds: Sequence[Kind], looks: Sequence[Hashable]) -> list[Kind]:
 
     Args:
         kinds: The kind of each section of the tape, in order.
-        looks: The key of each block on the tape.
+        block_keys: The key of each block on the tape.
 
     Returns:
         The kind of each section, in order.
     """
     out = list(kinds)
     blocks = [n for n, kind in enumerate(kinds) if kind.has_options]
-    middles = dict(zip(looks, blocks, strict=True))
-    middles |= dict(zip(looks[1:-1], blocks[1:-1], strict=True))
-    for look, n, beside in (
-        (looks[0], blocks[0], blocks[0] - 1), (looks[-1], blocks[-1], blocks[-1] + 1),
+    middles = dict(zip(block_keys, blocks, strict=True))
+    middles |= dict(zip(block_keys[1:-1], blocks[1:-1], strict=True))
+    for block_key, n, beside in (
+        (block_keys[0], blocks[0], blocks[0] - 1), (block_keys[-1], blocks[-1], blocks[-1] + 1),
     ):  # fmt: skip
-        middle = kinds[middles[look]]
+        middle = kinds[middles[block_key]]
         alike = replace(
             kinds[n], name=middle.name, saved_bytes=middle.saved_bytes,
             transient_bytes=middle.transient_bytes,
@@ -225,8 +229,8 @@ def _fold(kinds: Sequence[Kind], looks: Sequence[Hashable]) -> list[Kind]:
         a, b, c = (max(0.0, saved + more) for saved in out[beside].saved_bytes)
         out[beside] = replace(out[beside], saved_bytes=(a, b, c))
         out[n] = middle
-    for look, place in middles.items():
-        same = [n for n, own in zip(blocks, looks, strict=True) if own == look]
+    for block_key, place in middles.items():
+        same = [n for n, own in zip(blocks, block_keys, strict=True) if own == block_key]
         middle = kinds[place]
         transient = _least([kinds[n].transient_bytes for n in same])
         as_one = replace(middle, name=kinds[same[0]].name, transient_bytes=transient)

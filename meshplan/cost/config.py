@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.grid import (
-    ACTIVATIONS_THERE,
+    ACTIVATIONS_ON_HOST,
     GRID,
     MODES,
     OPTIONS,
-    PARAMS_THERE,
+    PARAMS_ON_HOST,
     RECOMPUTE,
     SCHEDULE_WORDS,
 )
@@ -82,9 +82,9 @@ def option_of(plan: Plan, block: str) -> int:
         return OPTIONS.index((0, 0))
     a = plan.assignment
     recompute, unit = a.recompute.get(block), a.units.get(block)
-    again = RECOMPUTE.index(recompute.policy.mode if recompute is not None else "none")
+    mode = RECOMPUTE.index(recompute.policy.mode if recompute is not None else "none")
     reshards = mode_of(plan) == SHARD and unit is not None and bool(unit.reshard_after_forward)
-    return OPTIONS.index((again, int(reshards)))
+    return OPTIONS.index((mode, int(reshards)))
 
 
 def offload_of(plan: Plan) -> int:
@@ -93,8 +93,8 @@ def offload_of(plan: Plan) -> int:
     A bit is set only if it holds for every unit or every block.
     """
     a = plan.assignment
-    full = {fqn for fqn, again in a.recompute.items() if again.policy.mode == "full"}
+    full = {fqn for fqn, recompute in a.recompute.items() if recompute.policy.mode == "full"}
     blocks = set(plan.graph.blocks())
-    params = PARAMS_THERE * (bool(a.units) and all(unit.on_host for unit in a.units.values()))
+    params = PARAMS_ON_HOST * (bool(a.units) and all(unit.on_host for unit in a.units.values()))
     activations = bool(blocks) and blocks == a.host_activations.keys() and blocks <= full
-    return params | ACTIVATIONS_THERE * activations
+    return params | ACTIVATIONS_ON_HOST * activations

@@ -22,9 +22,9 @@ one step of one data rank, run by a pipeline or accumulated by the loop. `mode`,
 into MODES and SCHEDULE_WORDS. `offload`: the bits below. `loss_chunks`: number of chunks of a
 microbatch's tokens for which head and loss are computed one by one."""
 
-PARAMS_THERE: Final = 1
+PARAMS_ON_HOST: Final = 1
 """Bit of `offload`: parameters, their gradients and the optimizer states are on the host."""
-ACTIVATIONS_THERE: Final = 2
+ACTIVATIONS_ON_HOST: Final = 2
 """Bit of `offload`: all blocks are fully recomputed, and their saved inputs are on the host."""
 
 MODES: Final = ("ddp", "zero1", "shard")
@@ -50,11 +50,13 @@ def in_halves(grid: NDArray[Any] | np.void) -> NDArray[np.bool_]:
 RECOMPUTE: Final = ("none", "selective", "full")
 """The kinds of recomputation of a block."""
 
-OPTIONS: Final = tuple((again, reshard) for again in range(len(RECOMPUTE)) for reshard in (0, 1))
+OPTIONS: Final = tuple(
+    (recompute, reshard) for recompute in range(len(RECOMPUTE)) for reshard in (0, 1)
+)
 """The options of a block: (index into RECOMPUTE, 1 if its parameters are resharded after forward).
 If data ranks do not shard parameters, only options without resharding exist."""
 
-OPTION_RECOMPUTE: Final = np.array([again for again, _ in OPTIONS])
+OPTION_RECOMPUTE: Final = np.array([recompute for recompute, _ in OPTIONS])
 """For each option, the index into RECOMPUTE, [options]."""
 OPTION_RESHARD: Final = np.array([reshard for _, reshard in OPTIONS], dtype=bool)
 """For each option, True if parameters are resharded after forward, [options]."""

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, PARAMS_THERE
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, PARAMS_ON_HOST
 from meshplan.cost.profile import Profile
 from meshplan.cost.shares import share, trained
 from meshplan.cost.types import BlockKind, ElementBytes
@@ -36,21 +36,21 @@ class OffloadSeconds(NamedTuple):
     """Seconds of offload of one block, [configurations]; 0 where nothing is offloaded.
 
     Attributes:
-        there: Seconds to copy the rank's shards of parameters to the device.
-        back: Seconds to copy its shards of gradients to the host; 0 where gradients are accumulated
-            on the host.
-        waited: Seconds per microbatch that nothing hides: to copy gradients to the host and add
+        params_s: Seconds to copy the rank's shards of parameters to the device.
+        grads_s: Seconds to copy its shards of gradients to the host; 0 where gradients are
+            accumulated on the host.
+        exposed_s: Seconds per microbatch that nothing hides: to copy gradients to the host and add
             them up, and to copy the block's inputs to the host and back.
     """
 
-    there: Array
-    back: Array
-    waited: Array
+    params_s: Array
+    grads_s: Array
+    exposed_s: Array
 
 
-def is_there(grid: Array) -> NDArray[np.bool_]:
+def has_params_on_host(grid: Array) -> NDArray[np.bool_]:
     """Return True for each configuration with parameters, gradients and states on the host."""
-    return np.asarray((grid["offload"] & PARAMS_THERE) > 0)
+    return np.asarray((grid["offload"] & PARAMS_ON_HOST) > 0)
 
 
 def host_rate(grid: Array, profile: Profile, gpus_per_node: int) -> Array:
@@ -75,8 +75,8 @@ def updates_more_s(
     """Return the further seconds per step if the host, not the device, updates a block."""
     passes = widths.stored * profile.optimizer_bytes + widths.unscaling
     moved = share(grid, trained(kind)) * passes
-    there = moved / host_rate(grid, profile, gpus_per_node)
-    return np.asarray(np.maximum(0.0, there - moved / profile.memory_bytes_per_s))
+    on_host_s = moved / host_rate(grid, profile, gpus_per_node)
+    return np.asarray(np.maximum(0.0, on_host_s - moved / profile.memory_bytes_per_s))
 
 
 def crossing(
@@ -91,15 +91,15 @@ def crossing(
         gpus_per_node: Devices of one node.
         stored: Bytes per element of a parameter on the host, and of its gradient there.
     """
-    on_host = is_there(grid)
+    on_host = has_params_on_host(grid)
     pcie = profile.pcie_bytes_per_s
-    held = np.where(on_host, share(grid, kind) * stored, 0.0)
-    grown = np.where(on_host, share(grid, trained(kind)) * stored, 0.0)
+    host_bytes = np.where(on_host, share(grid, kind) * stored, 0.0)
+    grad_bytes = np.where(on_host, share(grid, trained(kind)) * stored, 0.0)
     # Gradients of several microbatches are added up on the host if each backward reduces them.
     adds = (grid["microbatches"] > 1) & (grid["mode"] == _SHARD)
     rate = host_rate(grid, profile, gpus_per_node)
-    waited = np.where(adds, grown / pcie + _ADDING * grown / rate, 0.0)
+    waited = np.where(adds, grad_bytes / pcie + _ADDING * grad_bytes / rate, 0.0)
     if kind.has_options:
-        waits = (grid["offload"] & ACTIVATIONS_THERE) > 0
+        waits = (grid["offload"] & ACTIVATIONS_ON_HOST) > 0
         waited = waited + np.where(waits, entered_s(grid, kind, profile), 0.0)
-    return OffloadSeconds(held / pcie, np.where(adds, 0.0, grown / pcie), waited)
+    return OffloadSeconds(host_bytes / pcie, np.where(adds, 0.0, grad_bytes / pcie), waited)

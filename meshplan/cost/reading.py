@@ -62,7 +62,7 @@ class TapeSection:
         is_block: True for a block, False for a section before or after the blocks.
         numels: Elements on this rank of each parameter that no earlier section reads.
         forward, backward: Work without recomputation.
-        again: Work of recomputation in backward, by index into `grid.RECOMPUTE`.
+        recompute: Work of recomputation in backward, by index into `grid.RECOMPUTE`.
         saved_bytes: Bytes saved from forward to backward, by index into `grid.RECOMPUTE`.
         transient_bytes: Highest number of bytes that forward or backward needs beyond
             `saved_bytes`, by index into `grid.RECOMPUTE`.
@@ -80,7 +80,7 @@ class TapeSection:
     numels: tuple[int, ...]
     forward: WorkCounts
     backward: WorkCounts
-    again: tuple[WorkCounts, WorkCounts, WorkCounts]
+    recompute: tuple[WorkCounts, WorkCounts, WorkCounts]
     saved_bytes: tuple[int, int, int]
     transient_bytes: tuple[int, int, int]
     boundary_bytes: int
@@ -114,7 +114,7 @@ class Reading:
         first, last = tape.units[0][1], tape.units[-1][2]
         units = [("", 0, first), *tape.units, ("", last, len(rows))]
         self._units = [unit for unit in units if unit[1] < unit[2]]
-        # `_held` finds each section by a distinct name; those outside the blocks have none.
+        # `_memory` finds each section by a distinct name; those outside the blocks have none.
         marked = [(f"@{n}", start, end) for n, (_, start, end) in enumerate(self._units)]
         self._marked = replace(tape, rows=rows, units=marked, spans=[])
         self._readers = Counter(grad.value for row in rows for grad in row.grads)
@@ -122,7 +122,7 @@ class Reading:
 
     def places(self) -> list[TapeSection]:
         """Return the sections in order: before the blocks, each block, after them."""
-        held = [self._held(again) for again in range(3)]
+        memory = [self._memory(recompute) for recompute in range(3)]
         seen: set[str] = set()
         out = []
         for number, (name, start, end) in enumerate(self._units):
@@ -138,9 +138,9 @@ class Reading:
                     is_block=bool(name), numels=numels,
                     forward=self._sum(self._forward(n) for n in rows),
                     backward=self._sum(self._backward(n) for n in rows),
-                    again=self._again(start, end) if name else (WorkCounts(),) * 3,
-                    saved_bytes=tuple(h[number][0] for h in held),  # type: ignore[arg-type]
-                    transient_bytes=tuple(h[number][1] for h in held),  # type: ignore[arg-type]
+                    recompute=self._recompute(start, end) if name else (WorkCounts(),) * 3,
+                    saved_bytes=tuple(h[number][0] for h in memory),  # type: ignore[arg-type]
+                    transient_bytes=tuple(h[number][1] for h in memory),  # type: ignore[arg-type]
                     boundary_bytes=self._boundary(start, end),
                     context_bytes=sum(self._sizes(row.reads[1:]) for row in attentions),
                     exchanged_bytes=sum(
@@ -160,7 +160,7 @@ class Reading:
         """Return the bytes on this rank of each parameter that these ops read, by fqn."""
         tape = self._tape
         return {
-            fqn: tape.laid.get((n, fqn), nbytes)
+            fqn: tape.relayout_bytes.get((n, fqn), nbytes)
             for n in range(start, end)
             for fqn, nbytes in tape.rows[n].parameters
         }
@@ -270,7 +270,7 @@ class Reading:
 
     def _is_made(self, number: int) -> bool:
         """Return True if an earlier op makes the gradients that this op's backward returns."""
-        return any(row == number for row, _ in self._tape.handed)
+        return any(row == number for row, _ in self._tape.grad_from)
 
     def _forward(self, number: int) -> WorkCounts:
         """Return the work of an op in forward, given its number."""
@@ -356,7 +356,7 @@ class Reading:
                 out = out.plus(WorkCounts(kernels=times, moved_bytes=3.0 * times * size))
         return out
 
-    def _again(self, start: int, end: int) -> tuple[WorkCounts, WorkCounts, WorkCounts]:
+    def _recompute(self, start: int, end: int) -> tuple[WorkCounts, WorkCounts, WorkCounts]:
         """Return the work of recomputing a section, by index into `grid.RECOMPUTE`.
 
         Recomputation stops at the last tensor that is saved for backward.
@@ -389,22 +389,22 @@ class Reading:
 
     # Memory
 
-    def _held(self, again: int) -> list[tuple[int, int]]:
+    def _memory(self, recompute: int) -> list[tuple[int, int]]:
         """Return (saved, transient) bytes of each section, from playing the tape.
 
-        `again` is the kind of recomputation, an index into `grid.RECOMPUTE`.
+        `recompute` is the kind of recomputation, an index into `grid.RECOMPUTE`.
         """
         spans = [
-            RecomputeSpan(start, end, recompute=True, keeps_chosen=again == 1)
+            RecomputeSpan(start, end, recompute=True, keeps_chosen=recompute == 1)
             for name, start, end in self._units
-            if name and again
+            if name and recompute
         ]
         work = play(replace(self._marked, spans=spans), sums_in_place=True)
         made = enumerate(work.log.storages)
         # Gradients of parameters are excluded: they are neither saved nor transient activations.
         states = {*work.gradients.values(), *(n for n, s in made if s.term == Term.GRADIENTS)}
         live, lives, born = 0, [0], dict[int, int]()
-        at = {(mark.unit, mark.moment): mark.event for mark in work.marks}
+        at = {(point.unit, point.kind): point.event for point in work.hook_points}
         names = [f"@{n}" for n in range(len(self._units))]
         end = at[names[-1], HookKind.BEFORE_BACKWARD]
         kept: dict[int, int] = {}

@@ -146,7 +146,7 @@ def step_parts(plan: Plan, profile: Profile, gpus_per_node: int) -> StepParts:
         recompute += again
         model_parallel += float(of_kind.exposed_tp_s[0])
         data_parallel += passes - float(of_kind.compute_s[0] + of_kind.exposed_tp_s[0])
-        ends += float(of_kind.settle_s[0, option])
+        ends += float(of_kind.ends_s[0, option])
         update += float(of_kind.update_s[0])
     times = plan.accumulate
     return StepParts(

@@ -35,7 +35,7 @@ from meshplan.cost.grid import (
     OPTIONS,
     in_halves,
 )
-from meshplan.cost.host import OffloadSeconds, crossing, host_rate, is_there
+from meshplan.cost.host import OffloadSeconds, crossing, has_params_on_host, host_rate
 from meshplan.cost.profile import Profile
 from meshplan.cost.shares import expert_share, share, trained
 from meshplan.cost.types import BlockKind, ElementBytes, Sent, Tally
@@ -88,7 +88,7 @@ class Terms:
             divided by the number of microbatches; inf where the option does not exist.
         forward_s, backward_s: [configurations, options], for a microbatch that is neither the first
             nor the last.
-        settle_s: [configurations, options], by which the first forward and the last backward of a
+        ends_s: [configurations, options], by which the first forward and the last backward of a
             step take longer, together.
         update_s: [configurations], for the optimizer step and a gather of parameters after it.
         compute_s: [configurations], for forward and backward of a microbatch, without communication
@@ -102,7 +102,7 @@ class Terms:
     seconds: Array
     forward_s: Array
     backward_s: Array
-    settle_s: Array
+    ends_s: Array
     update_s: Array
     compute_s: Array
     exposed_tp_s: Array
@@ -126,23 +126,27 @@ def compute_seconds(tally: Tally, samples: Array | float, profile: Profile) -> A
 
 
 def hidden(
-    work: Array, behind: Array, quiet: Array | float = 0.0, *, contention: Array | float
+    compute: Array, communication: Array, copies: Array | float = 0.0, *, contention: Array | float
 ) -> Array:
     """Return the seconds of computation that hides communication and is slowed by it.
 
     Args:
-        work: Seconds of computation.
-        behind: Seconds of communication.
-        quiet: Seconds of copies that follow the communication. They run no kernels, so they do not
+        compute: Seconds of computation.
+        communication: Seconds of communication.
+        copies: Seconds of copies that follow the communication. They run no kernels, so they do not
             slow the computation.
-        contention: Fraction of the shorter of `work` and `behind` that is added to the total.
+        contention: Fraction of the shorter of `compute` and `communication` that is added to the
+            total.
     """
-    return np.asarray(np.maximum(work, behind + quiet) + contention * np.minimum(work, behind))
+    return np.asarray(
+        np.maximum(compute, communication + copies)
+        + contention * np.minimum(compute, communication)
+    )
 
 
-def _one_by_one(work: Array, behind: Array, quiet: Array | float = 0.0) -> Array:
+def _one_by_one(compute: Array, communication: Array, copies: Array | float = 0.0) -> Array:
     """Return the seconds of computation, communication and copies without overlap."""
-    return work + behind + quiet
+    return compute + communication + copies
 
 
 def terms(
@@ -186,8 +190,8 @@ def terms(
     if kind.frozen:
         _, reduced, summed, whole = rows.data(trained(kind))
     halved = in_halves(grid)
-    there: Array | float
-    there, back, waited_for = rows.crossing(kind) if rows.offloads else (0.0, 0.0, 0.0)
+    params_s: Array | float
+    params_s, grads_s, exposed_s = rows.crossing(kind) if rows.offloads else (0.0, 0.0, 0.0)
     is_whole, is_at_once = rows.mode == _DDP, (rows.mode == _SHARD) & ~halved
     # DDP gathers nothing, and with `gathers_once` ZeRO-1 gathers after the update instead.
     gathers = gathered if whole is None else np.where(is_whole, 0.0, gathered)
@@ -195,26 +199,26 @@ def terms(
     if profile.gathers_once:
         after = np.where(rows.mode == _ZERO1, gathered, 0.0)
     # If FSDP2 runs over a single rank, it prefetches nothing and uses no separate stream.
-    fetched = np.where(rows.are_alone, there, 0.0)
-    alone, there = rows.cast(kind) + fetched, there - fetched
-    waited = join(forward, gathers - after, there) + alone
+    fetched = np.where(rows.are_alone, params_s, 0.0)
+    alone, params_s = rows.cast(kind) + fetched, params_s - fetched
+    waited = join(forward, gathers - after, params_s) + alone
     forwards, first, last = [], [], []
     backwards = []
-    for again, (work, sent) in enumerate(zip(kind.again, kind.sent_again, strict=True)):
-        device = compute(work) + rows.sent(sent) + keys * (1 + (again > 0))
+    for recompute, (work, sent) in enumerate(zip(kind.recompute, kind.sent_recompute, strict=True)):
+        device = compute(work) + rows.sent(sent) + keys * (1 + (recompute > 0))
         process = host(kind.backward, kind.sent_backward) + host(work, sent)
         backwards.append(np.maximum(backward_c + backward_t + device, process))
     # Mode "shard" reduce-scatters in every backward. Other modes, and all-reduces over replicas,
     # wait for the last one.
     at_once = np.where(is_at_once, reduced, 0.0)
     later = reduced - at_once + summed
-    back_at_once = np.where(is_at_once, back, 0.0)
-    for again, reshard in OPTIONS:
-        backward, use = backwards[again], gathers_of_block(reshards=bool(reshard))
+    grads_at_once_s = np.where(is_at_once, grads_s, 0.0)
+    for recompute, reshard in OPTIONS:
+        backward, use = backwards[recompute], gathers_of_block(reshards=bool(reshard))
         each = at_once + use.backward * gathers
-        copied = back_at_once + use.backward * there
+        copied = grads_at_once_s + use.backward * params_s
         usual = join(backward, each, copied)
-        end = join(backward, each + later, copied + back - back_at_once)
+        end = join(backward, each + later, copied + grads_s - grads_at_once_s)
         if whole is not None:
             usual = np.where(is_whole, backward, usual)
             # DDP has no root unit: backward hides the buckets of modules outside blocks, too.
@@ -223,24 +227,24 @@ def terms(
         end = np.where(halved, usual + later, end)
         usual, end = usual + use.backward * alone, end + use.backward * alone
         forwards.append(waited if use.forward else forward)
-        first.append(usual + waited_for)
+        first.append(usual + exposed_s)
         last.append(end - usual + (use.first_forward - use.forward) * (waited - forward))
     # Only mode "shard" reshards, and a split backward neither reshards nor recomputes.
     missing = OPTION_RESHARD[None] & ~is_at_once[:, None]
     missing |= (OPTION_RECOMPUTE[None] > 0) & halved[:, None]
-    forward_s, backward_s, settle_s = (np.stack(each, axis=1) for each in (forwards, first, last))
+    forward_s, backward_s, ends_s = (np.stack(each, axis=1) for each in (forwards, first, last))
     update = rows.update(trained(kind)) + after
-    once = (settle_s + update[:, None]) / rows.microbatches[:, None]
+    once = (ends_s + update[:, None]) / rows.microbatches[:, None]
     seconds = forward_s + backward_s + once
     return Terms(
         seconds=np.where(missing, np.inf, seconds),
         forward_s=forward_s,
         backward_s=backward_s,
-        settle_s=settle_s,
+        ends_s=ends_s,
         update_s=update,
         compute_s=forward_c + backward_c,
         exposed_tp_s=forward_t + backward_t + 2 * keys,
-        host_s=waited_for + np.where(is_there(grid), update / rows.microbatches, 0.0),
+        host_s=exposed_s + np.where(has_params_on_host(grid), update / rows.microbatches, 0.0),
     )
 
 
@@ -368,7 +372,9 @@ class Rows:
         # Unsharded elements of the block's unit. With ep, its experts are in another unit.
         one = numel - kind.expert_numel + np.where(is_apart, 0.0, experts * self.shards)
         gathered = all_gather(one * widths.compute, self.along_shards, profile)
-        reduced = all_gather(one * widths.reduce, self.along_shards, profile) + self._laid(one)
+        reduced = all_gather(
+            one * widths.reduce, self.along_shards, profile
+        ) + self._single_rank_copies(one)
         summed = all_reduce(one * widths.reduce / self.shards, self.along_replicas, profile)
         if is_apart.any():
             other = np.where(is_apart, experts, 0.0)
@@ -390,7 +396,7 @@ class Rows:
         moved = numel * (casts + widths.stored + widths.compute)
         return np.where(self.are_alone, moved / self.profile.memory_bytes_per_s, 0.0)
 
-    def _laid(self, numel: Array) -> Array:
+    def _single_rank_copies(self, numel: Array) -> Array:
         """Return the seconds of the copies that FSDP2 over a single rank makes instead of reducing.
 
         It concatenates gradients in their dtype, copies them, and adds them to accumulated ones.
@@ -409,13 +415,13 @@ class Rows:
 
     def update(self, kind: BlockKind) -> Array:
         """Return the seconds per step in which the optimizer updates a block."""
-        held = np.where(self.mode == _DDP, float(sum(kind.numels)), share(self.grid, kind))
+        local_numel = np.where(self.mode == _DDP, float(sum(kind.numels)), share(self.grid, kind))
         widths = self.widths
-        moved = held * (widths.stored * self.profile.optimizer_bytes + widths.unscaling)
+        moved = local_numel * (widths.stored * self.profile.optimizer_bytes + widths.unscaling)
         rate: Array | float = self.profile.memory_bytes_per_s
         if self.offloads:
             own = host_rate(self.grid, self.profile, self._per_node)
-            rate = np.where(is_there(self.grid), own, rate)
+            rate = np.where(has_params_on_host(self.grid), own, rate)
         return np.asarray(moved / rate)
 
     def crossing(self, kind: BlockKind) -> OffloadSeconds:

@@ -79,9 +79,9 @@ class BlockKind:
         expert_numel: Elements of all experts' parameters, which are included in `numels`.
         num_experts: Number of experts on this rank.
         forward, backward: Work of one microbatch; backward without recomputation.
-        again: Work of recomputation in backward, by index into `grid.RECOMPUTE`.
+        recompute: Work of recomputation in backward, by index into `grid.RECOMPUTE`.
         sent_forward, sent_backward: Communication of tp and ep in one microbatch.
-        sent_again: Communication of tp and ep in recomputation, by index into `grid.RECOMPUTE`.
+        sent_recompute: Communication of tp and ep in recomputation, by index into `grid.RECOMPUTE`.
         saved_bytes: Bytes saved from forward to backward for one sample, by index into
             `grid.RECOMPUTE`.
         transient_bytes: Highest number of bytes that forward or backward needs for one sample
@@ -99,10 +99,10 @@ class BlockKind:
     numels: tuple[int, ...]
     forward: Tally
     backward: Tally
-    again: tuple[Tally, Tally, Tally]
+    recompute: tuple[Tally, Tally, Tally]
     sent_forward: Sent
     sent_backward: Sent
-    sent_again: tuple[Sent, Sent, Sent]
+    sent_recompute: tuple[Sent, Sent, Sent]
     saved_bytes: tuple[float, float, float]
     transient_bytes: tuple[float, float, float]
     boundary_bytes: float
@@ -125,13 +125,13 @@ class Chain:
         tied_numel: Elements of the embedding table if the last place reads it, too; else 0. Only
             the first place has it in its `numels`. If a pipeline separates the two places, the
             stages of both have a copy.
-        turns: For each place, by index into `grid.RECOMPUTE`, the most bytes that its backward
-            needs for one sample beyond the bytes that the places before it saved; () before and
-            after the blocks. The whole field is () if this is not known.
+        backward_bytes: For each place, by index into `grid.RECOMPUTE`, the most bytes that its
+            backward needs for one sample beyond the bytes that the places before it saved; ()
+            before and after the blocks. The whole field is () if this is not known.
     """
 
     kinds: tuple[BlockKind, ...]
     order: tuple[int, ...]
     names: tuple[str, ...]
     tied_numel: int = 0
-    turns: tuple[tuple[float, ...], ...] = ()
+    backward_bytes: tuple[tuple[float, ...], ...] = ()

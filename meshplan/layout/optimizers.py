@@ -29,12 +29,12 @@ class OptimizerStateBytes:
     """Bytes of each state tensor of one parameter.
 
     Args:
-        here: Bytes of each state tensor on the parameter's device.
+        on_device: Bytes of each state tensor on the parameter's device.
         counters: Bytes of each step counter; torch keeps them on the host, even if the parameter is
             on a GPU.
     """
 
-    here: tuple[int, ...]
+    on_device: tuple[int, ...]
     counters: tuple[int, ...] = ()
 
 
@@ -89,7 +89,7 @@ SHAPED_TENSORS: Final[Mapping[str, Callable[[tuple[int, ...], int, int], Optimiz
 def _bytes_of(tensors: Callable[[tuple[int, ...], int, int], OptimizerStateBytes]) -> _Bytes:
     def kept_bytes(shape: tuple[int, ...], local_numel: int, element_bytes: int) -> int:
         kept = tensors(shape, local_numel, element_bytes)
-        return sum(kept.here) + sum(kept.counters)
+        return sum(kept.on_device) + sum(kept.counters)
 
     return kept_bytes
 

@@ -190,10 +190,10 @@ def _play_v(ranks: int, count: int) -> list[list[Action]]:
         for rank in range(ranks):
             near, far = rank, last - rank
             place = ahead[rank]
-            held = sum(place.get(("F", s), 0) - place.get(("W", s), 0) for s in (near, far))
+            in_flight = sum(place.get(("F", s), 0) - place.get(("W", s), 0) for s in (near, far))
             backwards, forwards = [("I", far), ("I", near)], [("F", far), ("F", near)]
             weights = [("W", far), ("W", near)]
-            is_full = held >= 2 * ranks
+            is_full = in_flight >= 2 * ranks
             later = weights + forwards if is_full else forwards + weights
             for kind, stage in backwards + later:
                 m = place.get((kind, stage), 0)
@@ -314,7 +314,7 @@ def actions(
     return _play(schedule, ranks, virtual, computes)
 
 
-def telling(schedule: Schedule, ranks: int, count: int) -> int:
+def num_to_simulate(schedule: Schedule, ranks: int, count: int) -> int:
     """Return how many microbatches to simulate for the peak memory of a step with `count` of them.
 
     Between the warm-up and the end all microbatches use the same memory, so a few are enough.

@@ -220,7 +220,7 @@ class ModelGraph:
     def with_params(self) -> set[str]:
         """Return the fqns of the modules that have a parameter, themselves or in a submodule."""
         inside = self._all_inside().items()
-        return {module for module, held in inside if not all(t.is_buffer for t in held)}
+        return {module for module, tensors in inside if not all(t.is_buffer for t in tensors)}
 
     def _all_inside(self) -> Mapping[str, tuple[TensorInfo, ...]]:
         if not self._inside:
@@ -229,7 +229,7 @@ class ModelGraph:
                 holders = (name.rpartition(".")[0] for name in tensor.names)
                 for module in dict.fromkeys(m for holder in holders for m in around(holder)):
                     out.setdefault(module, []).append(tensor)
-            self._inside.update({module: tuple(held) for module, held in out.items()})
+            self._inside.update({module: tuple(tensors) for module, tensors in out.items()})
         return self._inside
 
     def order(self) -> Mapping[str, int]:
@@ -298,11 +298,11 @@ class ModelGraph:
         import networkx
 
         graph = networkx.DiGraph(name=self.name)
-        held: dict[str, int] = dict.fromkeys(self.modules, 0)
+        bytes_of: dict[str, int] = dict.fromkeys(self.modules, 0)
         for tensor in self.parameters:
-            held[tensor.module] += tensor.numel
+            bytes_of[tensor.module] += tensor.numel
         for fqn, info in self.modules.items():
-            graph.add_node(fqn, info=info, num_params=held[fqn])
+            graph.add_node(fqn, info=info, num_params=bytes_of[fqn])
             if fqn:
                 graph.add_edge(fqn.rpartition(".")[0], fqn)
         return graph

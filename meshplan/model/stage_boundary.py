@@ -129,7 +129,7 @@ class UnitFlow:
         self._owner: list[int | None] = [None] * len(flow.ops)
         self._returned: list[set[int]] = []
         # Tensors that a module returns without computing them, such as its own parameter.
-        self._handed: dict[int, int] = {}
+        self._maker_of_returned: dict[int, int] = {}
         for number, call in enumerate(self.units):
             self._owner[call.ops[0] : call.ops[1]] = [number] * (call.ops[1] - call.ops[0])
             self._returned.append({value for _, value in call.outputs})
@@ -137,7 +137,7 @@ class UnitFlow:
             for _, value in call.outputs:
                 is_made = flow.producer(value) is not None or flow.values[value].origin == "input"
                 if not is_made and value not in given:
-                    self._handed.setdefault(value, number)
+                    self._maker_of_returned.setdefault(value, number)
         self._find_writes()
         self.needs = [self._need(self._reads_of(n), n) for n in range(len(self.units))]
         self.output_need = self._need([value for _, value in flow.outputs], None)
@@ -160,8 +160,8 @@ class UnitFlow:
 
     def _maker(self, value: int) -> int | None:
         """Return the index of the unit that made a value; None if no unit did."""
-        if value in self._handed:
-            return self._handed[value]
+        if value in self._maker_of_returned:
+            return self._maker_of_returned[value]
         place = self.flow.producer(value)
         return None if place is None else self._owner[place]
 
@@ -226,7 +226,7 @@ class UnitFlow:
                 or any(op.is_random for op in ops)
                 or any(self._maker(old) != number for op in ops for old in op.mutates)
                 or any(value.origin == "parameter" for value in reads)
-                or any(value in self._handed for _, value in call.outputs)
+                or any(value in self._maker_of_returned for _, value in call.outputs)
             ):
                 bound.add(call.module)
         return {call.module for call in self.units} - bound

@@ -83,7 +83,7 @@ class Scene:
     def html(self) -> str:
         """Return an HTML element whose verdict screen readers announce when it changes."""
         mark = "" if self.is_possible else "border-left:4px solid #C8102E;padding-left:.6em;"
-        said = "".join(f"<div>{escape(line)}</div>" for line in self.words)
+        lines = "".join(f"<div>{escape(line)}</div>" for line in self.words)
         role = "status" if self.is_possible else "alert"
         head = f'<div role="{role}" style="{mark}line-height:1.5"><b>{escape(self.verdict)}</b>'
         drawn = "".join(
@@ -91,7 +91,7 @@ class Scene:
             for each in self.pictures
         )
         row = '<div style="display:flex;flex-wrap:wrap;gap:1em">'
-        return f"{head}{said}</div>{row}{drawn}</div>"
+        return f"{head}{lines}</div>{row}{drawn}</div>"
 
 
 def knobs_of(plan: Plan) -> Knobs:
@@ -144,10 +144,10 @@ def _places_tp(spec: Spec) -> bool:
 
 def _stated(plan: Plan) -> dict[str, int | Auto | Borrow]:
     """Return the axes of the plan's mesh, in the form of `Spec.mesh`."""
-    lent: dict[str, int | Auto | Borrow] = {
+    borrowed: dict[str, int | Auto | Borrow] = {
         loan.name: Borrow(loan.size, loan.within) for loan in plan.mesh.loans
     }
-    return {**{axis.name: axis.size for axis in plan.mesh}, **lent}
+    return {**{axis.name: axis.size for axis in plan.mesh}, **borrowed}
 
 
 def _mesh(plan: Plan, knobs: Knobs) -> dict[str, int | Auto | Borrow]:
@@ -199,9 +199,9 @@ def scene_of(
         mesh = mesh_map(turned, most_nodes=_MOST_NODES)
         bars = facts_of(turned, "memory", gpu=gpu, memory=memory)
     except MeshplanError as error:
-        said = [_in_words(problem) for problem in error.problems]
-        what = f"{_asked(knobs)}: not possible"
-        return Scene(knobs=knobs, verdict=what, words=tuple(said), is_possible=False, pictures=())
+        lines = [_in_words(problem) for problem in error.problems]
+        what = f"{_described(knobs)}: not possible"
+        return Scene(knobs=knobs, verdict=what, words=tuple(lines), is_possible=False, pictures=())
     return Scene(
         knobs=knobs,
         verdict=bars.title,
@@ -224,7 +224,7 @@ def _inline(picture: Picture) -> str:
     return picture.inline(caption=False)
 
 
-def _asked(knobs: Knobs) -> str:
+def _described(knobs: Knobs) -> str:
     many = f"{counted(knobs.nodes, 'node')} of {counted(knobs.gpus_per_node, 'GPU')}"
     cuts = "".join(f", {axis} {n}" for axis, n in (("tp", knobs.tp), ("pp", knobs.pp)) if n > 1)
     return f"{many}, {knobs.strategy}{cuts}, micro batch {knobs.micro}"
@@ -237,15 +237,15 @@ def _in_words(problem: Problem) -> str:
 def _settings(turned: Plan, start: Plan) -> str:
     """Return a line with mesh, strategy and batch, and `tp_plan` if it changed."""
     axes = ", ".join(f"{axis.name}: {axis.size}" for axis in turned.mesh)
-    said = [f"mesh: {{{axes}}}", f"strategy: {turned.assignment.strategy.name}"]
+    lines = [f"mesh: {{{axes}}}", f"strategy: {turned.assignment.strategy.name}"]
     if turned.micro is not None:
         samples = turned.micro * turned.accumulate * turned.num_data_ranks
         times = f", {turned.accumulate} microbatches" if turned.accumulate > 1 else ""
-        said.append(f"{counted(turned.micro, 'sample')} per rank and microbatch{times}: "
+        lines.append(f"{counted(turned.micro, 'sample')} per rank and microbatch{times}: "
                     f"{samples:,} a step")  # fmt: skip
     if turned.spec.tp_plan != start.spec.tp_plan:
-        said.append(f"tp_plan: {turned.spec.tp_plan}")
-    return "; ".join(said)
+        lines.append(f"tp_plan: {turned.spec.tp_plan}")
+    return "; ".join(lines)
 
 
 def png_of(scene: Scene, notes: Sequence[str] = (), *, theme: str = "light") -> bytes:

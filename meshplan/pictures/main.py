@@ -92,126 +92,126 @@ def _finished(paint: Callable[[Theme, float], Picture], theme: Theme) -> Picture
     return replace(paint(theme, WIDTH), narrow=partial(paint, theme, NARROW))
 
 
-def _mesh(asked: DrawRequest) -> Picture:
-    return _finished(partial(draw_mesh, _mesh_facts(asked)), asked.theme)
+def _mesh(request: DrawRequest) -> Picture:
+    return _finished(partial(draw_mesh, _mesh_facts(request)), request.theme)
 
 
-def _mesh_facts(asked: DrawRequest) -> MeshMap:
-    return mesh_map(asked.plan)
+def _mesh_facts(request: DrawRequest) -> MeshMap:
+    return mesh_map(request.plan)
 
 
-def _layout(asked: DrawRequest) -> Picture:
-    return _finished(partial(draw_layout, _layout_facts(asked)), asked.theme)
+def _layout(request: DrawRequest) -> Picture:
+    return _finished(partial(draw_layout, _layout_facts(request)), request.theme)
 
 
-def _layout_facts(asked: DrawRequest) -> TensorLayout:
-    return tensor_layout(asked.plan, asked.name)
+def _layout_facts(request: DrawRequest) -> TensorLayout:
+    return tensor_layout(request.plan, request.name)
 
 
-def memory_facts(asked: DrawRequest) -> MemoryBars:
+def memory_facts(request: DrawRequest) -> MemoryBars:
     """Return bars with the peak of a step if it can be estimated, else with the states alone."""
-    if asked.estimate is None and is_counted(asked.plan):
-        return states_alone(asked.plan, asked.limit[1], ONLY_COUNT)
+    if request.estimate is None and is_counted(request.plan):
+        return states_alone(request.plan, request.limit[1], ONLY_COUNT)
     try:
-        return memory_bars(asked.known)
+        return memory_bars(request.known)
     except PlanError as error:
-        _, limit_bytes, _ = asked.limit
-        return states_alone(asked.plan, limit_bytes, error.problems[0].what)
+        _, limit_bytes, _ = request.limit
+        return states_alone(request.plan, limit_bytes, error.problems[0].what)
 
 
-def _memory(asked: DrawRequest) -> Picture:
-    return _finished(partial(draw_memory, memory_facts(asked)), asked.theme)
+def _memory(request: DrawRequest) -> Picture:
+    return _finished(partial(draw_memory, memory_facts(request)), request.theme)
 
 
-def _waterfall(asked: DrawRequest) -> Picture:
-    if asked.estimate is None and is_counted(asked.plan):
-        facts = waterfall_of_states(asked.plan, asked.limit[1], ONLY_COUNT)
-        return _finished(partial(draw_waterfall, facts), asked.theme)
+def _waterfall(request: DrawRequest) -> Picture:
+    if request.estimate is None and is_counted(request.plan):
+        facts = waterfall_of_states(request.plan, request.limit[1], ONLY_COUNT)
+        return _finished(partial(draw_waterfall, facts), request.theme)
     try:
-        facts = waterfall(asked.known)
+        facts = waterfall(request.known)
     except PlanError as error:
-        facts = waterfall_of_states(asked.plan, asked.limit[1], error.problems[0].what)
-    return _finished(partial(draw_waterfall, facts), asked.theme)
+        facts = waterfall_of_states(request.plan, request.limit[1], error.problems[0].what)
+    return _finished(partial(draw_waterfall, facts), request.theme)
 
 
-def _timeline(asked: DrawRequest) -> Picture:
+def _timeline(request: DrawRequest) -> Picture:
     """Draw the timeline of the requested rank, or of a rank with the highest peak."""
-    plan, stages = asked.plan, asked.plan.assignment.stages
+    plan, stages = request.plan, request.plan.assignment.stages
     count = plan.accumulate * (stages.microbatches * stages.virtual if stages is not None else 1)
-    if asked.log is not None:
-        log, rank = with_workspaces(asked.log, asked.limit[0]), asked.rank or 0
+    if request.log is not None:
+        log, rank = with_workspaces(request.log, request.limit[0]), request.rank or 0
     else:
-        rank = asked.rank if asked.rank is not None else asked.known.worst.ranks[0]
-        log = log_of(plan, rank, asked.limit[0])
-    return _finished(partial(draw_timeline, timeline(log, rank, count)), asked.theme)
+        rank = request.rank if request.rank is not None else request.known.worst.ranks[0]
+        log = log_of(plan, rank, request.limit[0])
+    return _finished(partial(draw_timeline, timeline(log, rank, count)), request.theme)
 
 
-def _treemap(asked: DrawRequest) -> Picture:
+def _treemap(request: DrawRequest) -> Picture:
     """Draw the treemap of `of` ("local" or "global") bytes, with the other one as second view."""
-    rank = asked.rank or 0
+    rank = request.rank or 0
     names: dict[Of, str] = {"local": f"bytes of rank {rank}", "global": "bytes of the model"}
-    order = sorted(names, key=lambda of: of != asked.of)
-    drawn = [partial(draw_treemap, treemap(asked.plan, of, rank)) for of in order]
-    pictures = [_finished(paint, asked.theme) for paint in drawn]
+    order = sorted(names, key=lambda of: of != request.of)
+    drawn = [partial(draw_treemap, treemap(request.plan, of, rank)) for of in order]
+    pictures = [_finished(paint, request.theme) for paint in drawn]
     views = tuple((names[of], each) for of, each in zip(order, pictures, strict=True))
     return replace(pictures[0], views=views, choice="whose bytes")
 
 
-def gantt_facts(asked: DrawRequest) -> Gantt:
+def gantt_facts(request: DrawRequest) -> Gantt:
     """Return facts in seconds if the cost model can tell them, else in forwards of a stage."""
-    hardware = asked.plan.spec.hardware
+    hardware = request.plan.spec.hardware
     if hardware is None or hardware.gpu is None:
-        return gantt(asked.plan)
-    cluster = cluster_of(asked.plan.spec, hardware.gpu)
+        return gantt(request.plan)
+    cluster = cluster_of(request.plan.spec, hardware.gpu)
     try:
-        a = asked.plan.assignment
+        a = request.plan.assignment
         dtype = next((p.compute_dtype for p in a.tensors.values() if not p.info.is_buffer), "")
         profile = profile_of(cluster, dtype=dtype)
-        times = stage_seconds(asked.plan, profile, hardware.gpus_per_node)
+        times = stage_seconds(request.plan, profile, hardware.gpus_per_node)
         parts = None
         if a.stages is None:
-            parts = step_parts(asked.plan, profile, hardware.gpus_per_node)
+            parts = step_parts(request.plan, profile, hardware.gpus_per_node)
     except PlanError:
-        return gantt(asked.plan)
+        return gantt(request.plan)
     end = ", without the end of a step: the last reductions and the optimizer"
     return gantt(
-        asked.plan, times.forward_s, times.backward_s, crossing_s=times.crossing_s,
+        request.plan, times.forward_s, times.backward_s, crossing_s=times.crossing_s,
         parts=parts,
         assumed=f"Seconds are the cost model's for {profile.device}{'' if parts else end}.",
     )  # fmt: skip
 
 
-def _gantt(asked: DrawRequest) -> Picture:
-    return _finished(partial(draw_gantt, gantt_facts(asked)), asked.theme)
+def _gantt(request: DrawRequest) -> Picture:
+    return _finished(partial(draw_gantt, gantt_facts(request)), request.theme)
 
 
-def _comm(asked: DrawRequest) -> Picture:
-    return _finished(partial(draw_comm, comm(asked.plan, asked.rank or 0)), asked.theme)
+def _comm(request: DrawRequest) -> Picture:
+    return _finished(partial(draw_comm, comm(request.plan, request.rank or 0)), request.theme)
 
 
-def _searched(asked: DrawRequest) -> Decision:
-    if asked.decision is None:
+def _searched(request: DrawRequest) -> Decision:
+    if request.decision is None:
         what = "this picture shows a search, and a plan does not contain the search"
         fix = "pass decision=meshplan.search_plan(...), or run meshplan draw -f plan.yaml"
         raise PlanError(Problem(what, Origin("draw"), fix))
-    return asked.decision
+    return request.decision
 
 
-def _pareto(asked: DrawRequest) -> Picture:
-    return draw_decision(_searched(asked), "pareto", theme=asked.theme.name)
+def _pareto(request: DrawRequest) -> Picture:
+    return draw_decision(_searched(request), "pareto", theme=request.theme.name)
 
 
-def _ladder(asked: DrawRequest) -> Picture:
-    return draw_decision(_searched(asked), "ladder", theme=asked.theme.name)
+def _ladder(request: DrawRequest) -> Picture:
+    return draw_decision(_searched(request), "ladder", theme=request.theme.name)
 
 
-def _graph(asked: DrawRequest) -> Picture:
-    return _finished(partial(draw_graph, module_graph(asked.plan)), asked.theme)
+def _graph(request: DrawRequest) -> Picture:
+    return _finished(partial(draw_graph, module_graph(request.plan)), request.theme)
 
 
-def _graph_facts(asked: DrawRequest) -> Tree:
+def _graph_facts(request: DrawRequest) -> Tree:
     """Return the modules as a tree, for the terminal: a graph's arrows cannot be shown as text."""
-    return module_tree(asked.plan)
+    return module_tree(request.plan)
 
 
 _DRAWN: Final[Mapping[str, Callable[[DrawRequest], Picture]]] = MappingProxyType(
@@ -273,8 +273,8 @@ def draw(plan: Plan, what: str, *, theme: str = "light", **given: Any) -> Pictur
         SpecError: There is no such picture, theme, module or rank.
         PlanError: The facts of the picture are not known for this plan.
     """
-    asked = _asked(plan, what, theme, given)
-    return _DRAWN[what](asked)
+    request = _request(plan, what, theme, given)
+    return _DRAWN[what](request)
 
 
 def facts_of(plan: Plan, what: str, **given: Any) -> Any:
@@ -289,11 +289,11 @@ def facts_of(plan: Plan, what: str, **given: Any) -> Any:
         SpecError: There is no such picture, module or rank.
         PlanError: The facts of the picture are not known for this plan.
     """
-    asked = _asked(plan, what, "light", given)
-    return _FACTS[what](asked)
+    request = _request(plan, what, "light", given)
+    return _FACTS[what](request)
 
 
-def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> DrawRequest:
+def _request(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> DrawRequest:
     """Check the name and options of a picture and return the request.
 
     Raises:
@@ -312,13 +312,13 @@ def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> DrawR
             problem = f"the picture of {what} has no option '{option}'"
             raise SpecError(Problem(problem, Origin("draw"), fix))
     check_counted(plan, what)
-    asked = DrawRequest(plan=plan, theme=theme_of(theme), **given)
-    if asked.of not in ("local", "global"):
-        problem = f"'{asked.of}' is not a kind of bytes"
+    request = DrawRequest(plan=plan, theme=theme_of(theme), **given)
+    if request.of not in ("local", "global"):
+        problem = f"'{request.of}' is not a kind of bytes"
         raise SpecError(Problem(problem, Origin("--bytes"), "write local or global"))
-    if asked.rank is not None:
-        check_rank(plan, asked.rank)
-    return asked
+    if request.rank is not None:
+        check_rank(plan, request.rank)
+    return request
 
 
 def check_rank(plan: Plan, rank: int) -> None:

@@ -202,7 +202,7 @@ class RankReport:
     """The measurements of one rank, next to the predictions.
 
     Args:
-        held: Measured bytes of parameters, gradients and other state.
+        measured: Measured bytes of parameters, gradients and other state.
         predicted: The same bytes according to the layouts.
         sent: Differences between the collectives of a step and the predicted ones.
         num_collectives: Number of collectives of the step.
@@ -213,7 +213,7 @@ class RankReport:
             bounds only.
     """
 
-    held: StateBytes
+    measured: StateBytes
     predicted: StateBytes
     sent: tuple[RouteDifference, ...]
     num_collectives: int
@@ -278,7 +278,7 @@ class Verdict:
         assert self.alone is not None
         assert self.moved is not None
         out = []
-        for what, share, mines, others, again in (
+        for what, share, together, others, repeated in (
             (
                 "loss", self.tolerance.loss, self.together.losses, self.alone.losses,
                 [each.losses for each in self.rounded],
@@ -288,16 +288,16 @@ class Verdict:
                 [each.norms for each in self.rounded],
             ),
         ):  # fmt: skip
-            for number, (mine, other) in enumerate(zip(mines, others, strict=True)):
-                moved = max((abs(each[number] - other) for each in again), default=0.0)
+            for number, (own, other) in enumerate(zip(together, others, strict=True)):
+                moved = max((abs(each[number] - other) for each in repeated), default=0.0)
                 allowed = max(share * max(abs(other), 1e-6), ROUNDINGS * moved)
                 out.append(
                     Comparison(
                         what=what,
                         step=number + 1,
-                        together=mine,
+                        together=own,
                         alone=other,
-                        difference=abs(mine - other),
+                        difference=abs(own - other),
                         allowed=allowed,
                     )
                 )
@@ -307,16 +307,16 @@ class Verdict:
                 scale = shift.moved or 1.0
                 apart, allowed = shift.apart / scale, shift.allowed / scale
                 out.append(Comparison(what=what, difference=apart, allowed=allowed))
-        held = max((_bytes_apart(rank) for rank in self.ranks), default=0)
-        out.append(Comparison(what="bytes held", difference=held, allowed=0))
+        bytes_apart = max((_bytes_apart(rank) for rank in self.ranks), default=0)
+        out.append(Comparison(what="bytes held", difference=bytes_apart, allowed=0))
         sent = max((len(rank.sent) for rank in self.ranks if not rank.unknown), default=0)
         out.append(Comparison(what="collectives", difference=sent, allowed=0))
         return out
 
 
 def _bytes_apart(rank: RankReport) -> int:
-    pairs = zip(astuple(rank.held), astuple(rank.predicted), strict=True)
-    return sum(abs(held - predicted) for held, predicted in pairs)
+    pairs = zip(astuple(rank.measured), astuple(rank.predicted), strict=True)
+    return sum(abs(measured - predicted) for measured, predicted in pairs)
 
 
 def refused(problems: Iterable[Problem]) -> Verdict:

@@ -46,12 +46,14 @@ def bytes_to_text(live: Sequence[StateBytes], predicted: Sequence[StateBytes]) -
     """Return a table with a row per rank: bytes measured, bytes predicted, and their difference."""
     header = ("rank", "parameters", "gradients", "optimizer", "measured", "predicted", "difference")
     rows: list[tuple[str, ...]] = [header]
-    for rank, (held, said) in enumerate(zip(live, predicted, strict=True)):
-        numbers = (held.parameters_bytes, held.gradients_bytes, held.optimizer_bytes,
-                   held.total_bytes, said.total_bytes)  # fmt: skip
-        apart = _apart(held, said)
+    for rank, (measured, expected) in enumerate(zip(live, predicted, strict=True)):
+        numbers = (measured.parameters_bytes, measured.gradients_bytes, measured.optimizer_bytes,
+                   measured.total_bytes, expected.total_bytes)  # fmt: skip
+        apart = _difference(measured, expected)
         rows.append((str(rank), *(f"{n:,}" for n in numbers), f"{apart:,}" if apart else "0"))
-    num_apart = sum(held != said for held, said in zip(live, predicted, strict=True))
+    num_apart = sum(
+        measured != expected for measured, expected in zip(live, predicted, strict=True)
+    )
     verdict = f"DIFFERENT on {_ranks(num_apart)}" if num_apart else "ok on every rank, to the byte"
     return [
         "bytes of state that each rank held before the last optimizer step",
@@ -93,7 +95,7 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'' if count == 1 else 's'}"
 
 
-def _apart(held: StateBytes, said: StateBytes) -> int:
+def _difference(measured: StateBytes, expected: StateBytes) -> int:
     """Return the sum of the absolute differences of parameters, gradients and so on, in bytes."""
-    one, other = states_to_json(held), states_to_json(said)
+    one, other = states_to_json(measured), states_to_json(expected)
     return sum(abs(one[term] - other[term]) for term in one if term != "total_bytes")

@@ -90,13 +90,13 @@ def _list(title: str, lines: tuple[str, ...]) -> list[str]:
 
 
 def _bytes(verdict: Verdict) -> list[str]:
-    apart = [(n, r) for n, r in enumerate(verdict.ranks) if r.held != r.predicted]
+    apart = [(n, r) for n, r in enumerate(verdict.ranks) if r.measured != r.predicted]
     if not apart:
         return [f"bytes of state: ok, as predicted on {_ranks(verdict)}"]
     return [
         "bytes of state: DIFFERENT",
         *(
-            f"    rank {n} holds {r.held.total_bytes:,}, predicted {r.predicted.total_bytes:,}"
+            f"    rank {n} holds {r.measured.total_bytes:,}, predicted {r.predicted.total_bytes:,}"
             for n, r in apart[:_MOST_LINES]
         ),
     ]
@@ -110,12 +110,12 @@ def _collectives(verdict: Verdict) -> list[str]:
         return [f"{head}; not predicted:", *(f"    {what}" for what in first.unknown)]
     apart = [(n, r) for n, r in enumerate(verdict.ranks) if r.sent]
     if not apart:
-        told = (
+        line = (
             f"collectives of a step: ok, {count}; kinds and bytes as predicted on {_ranks(verdict)}"
         )
         if first.num_routed:
-            told += f", except the bytes of {first.num_routed}, whose sizes depend on token routing"
-        return [told]
+            line += f", except the bytes of {first.num_routed}, whose sizes depend on token routing"
+        return [line]
     rank, report = apart[0]
     return [
         f"{head}; DIFFERENT on {len(apart)} ranks; on rank {rank}:",
@@ -182,7 +182,7 @@ def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
 
 def _rank_to_json(rank: RankReport) -> dict[str, Any]:
     return {
-        "held_bytes": rank.held.total_bytes,
+        "held_bytes": rank.measured.total_bytes,
         "predicted_bytes": rank.predicted.total_bytes,
         "collectives": rank.num_collectives,
         "collective_bytes": rank.collective_bytes,

@@ -50,7 +50,7 @@ class ReportFacts:
     Args:
         name: Name of the plan.
         text: Content of the plan file; "" without a file.
-        on_top: Overrides of the file, as "KEY=VALUE".
+        overrides: Overrides of the file, as "KEY=VALUE".
         plan: The plan; None if no model is known or nothing fits.
         counted: The plan for the stated number of parameters, if the model is not known.
         states: The textbook's table of training states, if the model is not known.
@@ -69,7 +69,7 @@ class ReportFacts:
 
     name: str
     text: str = ""
-    on_top: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     plan: Plan | None = None
     counted: Plan | None = None
     states: StatesEstimate | None = None
@@ -219,7 +219,7 @@ def _tables(known: ReportFacts, left_out: list[tuple[str, str]]) -> Mapping[str,
             sections.about_trouble(known.trouble) if known.trouble else (),
             sections.about_choice(decision, known.why_not) if decision else (),
         ),
-        "plan": sections.about_plan(plan, known.of_plan, known.text, known.on_top),
+        "plan": sections.about_plan(plan, known.of_plan, known.text, known.overrides),
         "rest": sections.about_rest(left_out, known.warnings, known.notes),
     }
 

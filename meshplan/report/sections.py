@@ -15,7 +15,7 @@ from meshplan.plan.plan import Plan
 from meshplan.planner.answers.explain import WhyNot
 from meshplan.planner.answers.infeasible import Trouble
 from meshplan.planner.problem.decision import Decision, Evaluated
-from meshplan.render.base.statements import statement_lines, way_lines
+from meshplan.render.base.statements import plan_lines, statement_lines
 from meshplan.render.layouts.show import settings, tree
 from meshplan.render.memory.memory import ranks_to_text
 from meshplan.render.plans.explain import verdict
@@ -86,7 +86,7 @@ def chosen_plan(plan: Plan | None, decision: Decision | None) -> str:
 
 
 def about_plan(
-    plan: Plan | None, decision: Decision | None, text: str, on_top: Sequence[str]
+    plan: Plan | None, decision: Decision | None, text: str, overrides: Sequence[str]
 ) -> Iterator[str]:
     """Yield the plan's settings, the planner's choices, the overrides and the file."""
     if plan is not None:
@@ -94,10 +94,10 @@ def about_plan(
     chosen = decision.chosen if decision else None
     if decision is not None and chosen is not None and decision.spec.free_fields:
         yield folded("Chosen by the planner, as statements of the file",
-                     bullets(way_lines(chosen)))  # fmt: skip
-    if on_top:
+                     bullets(plan_lines(chosen)))  # fmt: skip
+    if overrides:
         yield heading("Overrides of the file")
-        yield bullets(on_top)
+        yield bullets(overrides)
     if text:
         yield heading("The file")
         yield numbered(text)
@@ -252,7 +252,7 @@ def about_choice(decision: Decision, why_not: Sequence[WhyNot]) -> Iterator[str]
             [Cell(answer.setting),
              Cell("") if answer.seconds is None else seconds(answer.seconds),
              Cell(verdict(answer)),
-             Cell("; ".join(way_lines(answer.evaluated)) if answer.evaluated else "")]
+             Cell("; ".join(plan_lines(answer.evaluated)) if answer.evaluated else "")]
             for answer in why_not
         ]  # fmt: skip
         yield Table(

@@ -112,10 +112,10 @@ def _least(device: torch.device, works: list[_TimedWork]) -> dict[int, list[floa
     least = {id(work): [math.inf, math.inf] for work in works}
     for number in range(ROUNDS + 1):
         for work in works:
-            _settle(device)
+            _synchronize(device)
             begin = time.perf_counter()
             work.run()
-            _settle(device)
+            _synchronize(device)
             if number:  # Round 0 also loads libraries and chooses kernels.
                 seconds = time.perf_counter() - begin
                 halves = least[id(work)]
@@ -123,7 +123,7 @@ def _least(device: torch.device, works: list[_TimedWork]) -> dict[int, list[floa
     return least
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     """Wait for the kernels launched so far, if the device is an accelerator."""
     if device.type != "cpu":
         torch.accelerator.synchronize()

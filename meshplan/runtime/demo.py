@@ -52,7 +52,7 @@ _OPTIMIZERS: Final[Mapping[str, Callable[..., torch.optim.Optimizer]]] = Mapping
     }
 )
 
-Told = Callable[[int, float], None]
+OnStep = Callable[[int, float], None]
 """Callback for (number of the step, counted from 1; its loss)."""
 
 
@@ -96,11 +96,13 @@ def tolerance(plan: Plan) -> float:
     return 1e-4 if dtypes == {"float32"} else 5e-2
 
 
-def train_under_plan(plan: Plan, steps: int, told: Told) -> tuple[list[float], list[StateBytes]]:
+def train_under_plan(
+    plan: Plan, steps: int, on_step: OnStep
+) -> tuple[list[float], list[StateBytes]]:
     """Train on this machine, in one process per rank of the plan.
 
     Args:
-        told: Called in this process with each step's number and loss.
+        on_step: Called in this process with each step's number and loss.
 
     Returns:
         The loss of every step, and for each rank the bytes of state that it measured right before
@@ -110,20 +112,20 @@ def train_under_plan(plan: Plan, steps: int, told: Told) -> tuple[list[float], l
         ApplyError: A rank raised, died or sent nothing for `local_ranks.SILENCE_S` seconds.
     """
     losses: list[float] = []
-    held: dict[int, StateBytes] = {}
+    state_of_rank: dict[int, StateBytes] = {}
     world, hardware = plan.mesh.world_size, plan.spec.hardware
     per_node = hardware.gpus_per_node if hardware else world
     with closing(run_ranks(world, per_node, _train_rank, plan.spec, steps)) as messages:
         for rank, message in messages:
             if isinstance(message, StateBytes):
-                held[rank] = message
+                state_of_rank[rank] = message
             else:
                 losses.append(message)
-                told(len(losses), message)
-    return losses, [held[rank] for rank in range(world)]
+                on_step(len(losses), message)
+    return losses, [state_of_rank[rank] for rank in range(world)]
 
 
-def train_alone(plan: Plan, steps: int, told: Told) -> list[float]:
+def train_alone(plan: Plan, steps: int, on_step: OnStep) -> list[float]:
     """Run the same training in this process, in plain PyTorch; return the loss of every step."""
     torch.manual_seed(SEED)
     model = _MODELS[entry_of(plan.spec)]()
@@ -137,7 +139,7 @@ def train_alone(plan: Plan, steps: int, told: Told) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        told(step + 1, losses[-1])
+        on_step(step + 1, losses[-1])
     return losses
 
 
@@ -149,10 +151,10 @@ def _train_rank(send: Send, spec: Spec, steps: int) -> None:
     model = parallelize(_MODELS[entry_of(spec)](), spec)
     plan = applied(model).plan
     optimizer = _OPTIMIZERS[plan.spec.optimizer](model.parameters())
-    held: list[StateBytes] = []
+    states: list[StateBytes] = []
 
     def measure(*_: Any) -> None:
-        held.append(live_bytes(model, optimizer))
+        states.append(live_bytes(model, optimizer))
 
     for step, batch in enumerate(_batches(plan, steps)):
         if step == steps - 1:
@@ -161,7 +163,7 @@ def _train_rank(send: Send, spec: Spec, steps: int) -> None:
         loss = train_step(model, optimizer, inputs, targets, next_byte_loss)
         if torch.distributed.get_rank() == 0:
             send(loss)
-    send(held[0])
+    send(states[0])
 
 
 def _batches(plan: Plan, steps: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

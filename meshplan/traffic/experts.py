@@ -54,8 +54,8 @@ def dispatch(plan: Plan, forward: Forward, arrivals: Arrivals | None) -> Iterato
                 continue  # Reported by `unknown_experts`.
             # Recomputation stops at the last tensor that autograd saved in the forward. An expert
             # module saves the order of the received tokens last, so everything is sent again.
-            again = bool(call.outputs and call.outputs[0].needs_grad)
-            times = 1 + (again and is_repeated(plan, forward, fqn, call.begin))
+            needs_backward = bool(call.outputs and call.outputs[0].needs_grad)
+            times = 1 + (needs_backward and is_repeated(plan, forward, fqn, call.begin))
             what = f"how many tokens go to each expert of {fqn}"
             num_bytes = use.num_experts * COUNT_BYTES
             yield one(plan.mesh, "all_to_all", ("ep",), num_bytes, what, times * plan.accumulate)

@@ -132,7 +132,7 @@ def _compute(plan: Plan, forward: Forward | None, rank: int, passes: Passes) -> 
         rank: The global rank.
         passes: The order of forwards and backwards.
     """
-    if passes.settles:
+    if passes.reduces_at_end:
         yield from agreement(plan, rank)
     if plan.assignment.wrapper == "ddp":
         yield from ddp(plan)
@@ -204,9 +204,9 @@ def _clipping(plan: Plan, rank: int) -> Iterator[Traffic]:
     if plan.spec.clip_grad_norm is None:
         return
     mesh, a = plan.mesh, plan.assignment
-    held = [a.tensors[fqn] for fqn in counted_once(plan, rank)]
+    layouts = [a.tensors[fqn] for fqn in counted_once(plan, rank)]
     # Gradients are grouped by the axes that shard them, and those in host memory separately.
-    cut_alike = {(frozenset(placed.stored.axes), a.is_on_host(placed)) for placed in held}
+    cut_alike = {(frozenset(placed.stored.axes), a.is_on_host(placed)) for placed in layouts}
     for axes, _ in cut_alike:
         for axis in sorted(axes):
             yield one(mesh, "all_reduce", (axis,), 4, "the norm of the gradients")

@@ -160,8 +160,8 @@ def counted_once(plan: Plan, rank: int) -> set[str]:
     A parameter that several stages share is counted on the rank of its first stage.
     """
     stages = plan.assignment.stages
-    held = {p.info.fqn for p in plan.assignment.tensors.values() if p.info.trainable}
+    trainable = {p.info.fqn for p in plan.assignment.tensors.values() if p.info.trainable}
     if stages is None:
-        return held
+        return trainable
     place = plan.mesh.index(rank, ("pp",))
-    return {fqn for fqn in held if stages.rank_of(stages.tensors[fqn][0]) == place}
+    return {fqn for fqn in trainable if stages.rank_of(stages.tensors[fqn][0]) == place}

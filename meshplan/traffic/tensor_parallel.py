@@ -126,7 +126,9 @@ def is_repeated(plan: Plan, forward: Forward, fqn: str, event: int) -> bool:
 def _keeps_sums(plan: Plan, fqn: str) -> bool:
     """Return True if a checkpoint around a module saves the results of all-reduces."""
     policies = plan.assignment.recompute.items()
-    return any(again.policy.keeps_sums for outer, again in policies if is_inside(fqn, outer))
+    return any(
+        recompute.policy.keeps_sums for outer, recompute in policies if is_inside(fqn, outer)
+    )
 
 
 def activations(plan: Plan, forward: Forward) -> Iterator[Traffic]:

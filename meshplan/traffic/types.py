@@ -101,14 +101,14 @@ class RouteDifference:
     counted: int
 
 
-def differences(told: Forecast, counted: Counter[Route]) -> tuple[RouteDifference, ...]:
+def differences(forecast: Forecast, counted: Counter[Route]) -> tuple[RouteDifference, ...]:
     """Return the differences between a forecast and the routes counted in a real step.
 
     The result is () if all bytes are equal. Traffic that depends on a router is equal if it occurs
     as often as predicted, each time within its bounds.
     """
-    predicted = told.routes()
-    found = _joined(told, predicted, _balanced(told, predicted, counted))
+    predicted = forecast.routes()
+    found = _joined(forecast, predicted, _balanced(forecast, predicted, counted))
     return tuple(
         RouteDifference(route, predicted[route], found[route])
         for route in sorted(predicted.keys() | found.keys())
@@ -116,9 +116,11 @@ def differences(told: Forecast, counted: Counter[Route]) -> tuple[RouteDifferenc
     )
 
 
-def _balanced(told: Forecast, predicted: Counter[Route], counted: Counter[Route]) -> Counter[Route]:
+def _balanced(
+    forecast: Forecast, predicted: Counter[Route], counted: Counter[Route]
+) -> Counter[Route]:
     """Return `counted`, with routes within a router's bounds replaced by the predicted ones."""
-    routed = [(each, each.routed) for each in told.traffic if each.routed]
+    routed = [(each, each.routed) for each in forecast.traffic if each.routed]
     exact = predicted - Counter({})
     for each, _ in routed:
         exact[each.route] -= each.count
@@ -139,10 +141,12 @@ def _balanced(told: Forecast, predicted: Counter[Route], counted: Counter[Route]
     return found
 
 
-def _joined(told: Forecast, predicted: Counter[Route], counted: Counter[Route]) -> Counter[Route]:
+def _joined(
+    forecast: Forecast, predicted: Counter[Route], counted: Counter[Route]
+) -> Counter[Route]:
     """Return `counted`, with the collectives that torch split up joined to one route again."""
     found = Counter(counted)
-    for whole in (t.route for t in told.traffic if t.is_split):
+    for whole in (t.route for t in forecast.traffic if t.is_split):
         pieces = Counter(
             {
                 route: found[route] - predicted[route]

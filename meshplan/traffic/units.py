@@ -25,13 +25,13 @@ class Passes:
         order: One letter per pass: "F" for a forward, "B" for a backward that needs the parameters.
         splits: If True, the schedule splits backwards into halves (I and W). Parameters then stay
             gathered, and gradients are reduced once, after all backwards.
-        settles: If True, the step ends with the reduction of gradients. False for a pipeline stage
-            that no gradient reaches, unless backwards are split.
+        reduces_at_end: If True, the step ends with the reduction of gradients. False for a pipeline
+            stage that no gradient reaches, unless backwards are split.
     """
 
     order: tuple[str, ...]
     splits: bool = False
-    settles: bool = True
+    reduces_at_end: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +137,16 @@ def _events(plan: Plan, units: Mapping[str, Unit], forward: Forward) -> list[_Ho
         if call.fqn in recomputed and has_gradient:
             # Recomputation runs until the last tensor that autograd saved.
             last = max((save for save in forward.saves if save < call.end), default=0)
-            again = tuple(
+            rerun = tuple(
                 inner.fqn
                 for inner in forward.calls
                 if inner.fqn in units and call.begin < inner.begin < min(last, call.end)
             )
-            found.append((call.end, 0, _HookEvent("redo", again, True)))
+            found.append((call.end, 0, _HookEvent("redo", rerun, True)))
     return [event for _, _, event in sorted(found, key=lambda item: item[:2])]
 
 
-def _stretches(order: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
+def _runs(order: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
     """Split an order of passes into runs; yield (passes of one round, number of rounds).
 
     A run is a number of forwards that are each followed by a backward, or of forwards (one in each
@@ -202,19 +202,19 @@ class _Play:
         """Simulate one step."""
         order = self._passes.order
         last = max((n for n, kind in enumerate(order) if kind == "B"), default=len(order))
-        for stretch, times in _stretches(order[:last]):
-            self._repeat(stretch, times)
+        for run, times in _runs(order[:last]):
+            self._repeat(run, times)
         if last < len(order):
             self._backward(is_last=not self._passes.splits)
             self._repeat(order[last + 1 :], 1)
-        if self._passes.splits and self._passes.settles:
+        if self._passes.splits and self._passes.reduces_at_end:
             # With split backwards, gradients are reduced once, after all backwards.
             for unit in self._states:
-                unit.reductions, unit.gives_back = [0], True
+                unit.reductions, unit.reshards_after_backward = [0], True
             self._units.end_of_backward(is_last=True)
 
-    def _repeat(self, stretch: Sequence[str], times: int) -> None:
-        """Simulate a run: `times` rounds of the passes in `stretch`.
+    def _repeat(self, run: Sequence[str], times: int) -> None:
+        """Simulate a run: `times` rounds of the passes in `run`.
 
         Once two rounds begin in the same state, the others are counted by multiplication. The state
         includes whether `Units.order` is empty: nothing precedes the first unit of the first round,
@@ -223,14 +223,18 @@ class _Play:
         begun: object = None
         before: list[tuple[int, int, int]] = []
         for done in range(times):
-            now = [(bool(self._units.order), u.phase, u.held, u.is_coming) for u in self._states]
+            now = [
+                (bool(self._units.order), u.phase, u.sharding, u.is_gathering) for u in self._states
+            ]
             if now == begun:
                 self._add(before, times - done)
                 return
             begun = now
-            before = [(u.gathers, len(u.reductions), len(u.places)) for u in self._states]
+            before = [
+                (u.gathers, len(u.reductions), len(u.forward_positions)) for u in self._states
+            ]
             before.append((0, 0, len(self._units.order)))
-            for kind in stretch:
+            for kind in run:
                 if kind == "F":
                     self._forward()
                 else:
@@ -239,14 +243,14 @@ class _Play:
     def _add(self, before: Sequence[tuple[int, int, int]], times: int) -> None:
         """Add the counts since `before`, which are those of one round, another `times` times."""
         *each, (_, _, ran) = before
-        again = self._units.order[ran:]
-        for unit, (gathers, reductions, places) in zip(self._states, each, strict=True):
+        repeated = self._units.order[ran:]
+        for unit, (gathers, reductions, positions) in zip(self._states, each, strict=True):
             unit.gathers += (unit.gathers - gathers) * times
             unit.reductions += unit.reductions[reductions:] * times
-            if left := unit.places[places:]:
-                later = [len(again) * number for number in range(1, times + 1)]
-                unit.places += [place + more for more in later for place in left]
-        self._units.order += again * times
+            if left := unit.forward_positions[positions:]:
+                later = [len(repeated) * number for number in range(1, times + 1)]
+                unit.forward_positions += [position + more for more in later for position in left]
+        self._units.order += repeated * times
 
     def _forward(self) -> None:
         """Simulate the hooks of one forward."""
@@ -262,7 +266,7 @@ class _Play:
         # As in `runtime.apply.data.data.set_gradient_sync`: units that are not resharded after
         # forward stay gathered until the last backward. If backwards are split, all units do.
         for unit in self._states:
-            unit.gives_back = (is_last or unit.reshards) and not self._passes.splits
+            unit.reshards_after_backward = (is_last or unit.reshards) and not self._passes.splits
             unit.reductions.append(0)
         for event in reversed(self._events):
             for fqn in event.units if event.needs_grad else ():

@@ -57,11 +57,12 @@ class UnitState:
             all ranks of the unit.
         hook: The hook of the module that ran last (`FSDPState._training_state`).
         phase: The hook of the parameters that ran last (`FSDPParamGroup._training_state`).
-        held: How the parameters are sharded at present.
-        is_coming: True from the beginning of an all-gather until it is waited for.
+        sharding: How the parameters are sharded at present.
+        is_gathering: True from the beginning of an all-gather until it is waited for.
         was_gathered: True once the parameters were gathered for the first time.
-        places: Positions in `Units.order`, one for each forward whose backward has not begun.
-        gives_back: If True, the next backward reshards the parameters.
+        forward_positions: Positions in `Units.order`, one for each forward whose backward has not
+            begun.
+        reshards_after_backward: If True, the next backward reshards the parameters.
         reduces: If True, the next backward reduces gradients.
         reduces_replicas: If True, the next backward also all-reduces gradients over replicas.
     """
@@ -72,11 +73,11 @@ class UnitState:
     fewer_ranks: int = 0
     hook: TrainingState = TrainingState.IDLE
     phase: TrainingState = TrainingState.IDLE
-    held: GatherState = GatherState.SHARDED
-    is_coming: bool = False
+    sharding: GatherState = GatherState.SHARDED
+    is_gathering: bool = False
     was_gathered: bool = False
-    places: list[int] = field(default_factory=list)
-    gives_back: bool = True
+    forward_positions: list[int] = field(default_factory=list)
+    reshards_after_backward: bool = True
     reduces: bool = True
     reduces_replicas: bool = True
 
@@ -151,7 +152,7 @@ class Units(Generic[Unit]):
         if unit.has_params:
             if not in_backward:
                 self._reshard(unit)
-                unit.places.append(len(self.order))
+                unit.forward_positions.append(len(self.order))
                 self.order.append(unit)
             unit.phase = TrainingState.IDLE
         unit.hook = TrainingState.IDLE
@@ -168,8 +169,8 @@ class Units(Generic[Unit]):
         unit.phase = TrainingState.PRE_BACKWARD
         self._gather(unit)
         self._wait(unit)
-        if unit.places and (place := unit.places.pop()) > 0:
-            self._gather(self.order[place - 1])
+        if unit.forward_positions and (position := unit.forward_positions.pop()) > 0:
+            self._gather(self.order[position - 1])
 
     def after_backward(self, fqn: str) -> None:
         """Replay `FSDPParamGroup.post_backward`: reshard the parameters, reduce the gradients."""
@@ -178,7 +179,7 @@ class Units(Generic[Unit]):
             return
         unit.phase = TrainingState.POST_BACKWARD
         self._actions.take_gradients(unit)
-        if unit.gives_back:
+        if unit.reshards_after_backward:
             self._reshard(unit)
         self._actions.reduce(unit)
 
@@ -195,20 +196,20 @@ class Units(Generic[Unit]):
             unit.phase = unit.hook = TrainingState.IDLE
             if is_last:
                 self._actions.end_step(unit)
-                unit.is_coming = False
-                unit.places.clear()
+                unit.is_gathering = False
+                unit.forward_positions.clear()
         if is_last:
             self.order.clear()
 
     def _gather(self, unit: Unit) -> None:
-        if unit.has_params and not unit.is_coming and unit.held is not GatherState.WHOLE:
-            unit.is_coming = True
+        if unit.has_params and not unit.is_gathering and unit.sharding is not GatherState.WHOLE:
+            unit.is_gathering = True
             self._actions.gather(unit)
 
     def _wait(self, unit: Unit) -> None:
-        if unit.is_coming:
+        if unit.is_gathering:
             self._actions.wait(unit)
-            unit.held, unit.was_gathered, unit.is_coming = GatherState.WHOLE, True, False
+            unit.sharding, unit.was_gathered, unit.is_gathering = GatherState.WHOLE, True, False
 
     def _reshard(self, unit: Unit) -> None:
         """Replay `FSDPParamGroup.reshard`."""
@@ -216,10 +217,10 @@ class Units(Generic[Unit]):
             return
         if unit.phase is TrainingState.FORWARD and unit.fewer_ranks:
             self._actions.keep_fewer(unit)
-            unit.held = GatherState.FEWER
-        elif unit.held is not GatherState.SHARDED:
+            unit.sharding = GatherState.FEWER
+        elif unit.sharding is not GatherState.SHARDED:
             self._actions.free(unit)
-            unit.held = GatherState.SHARDED
+            unit.sharding = GatherState.SHARDED
 
 
 class BlockGathers(NamedTuple):
@@ -261,7 +262,7 @@ def gathers_of_block(*, reshards: bool) -> BlockGathers:
     blocks, counts = ("before", "block", "after"), _Gathers()
     units = Units((UnitState(fqn=b, has_params=True, reshards=reshards) for b in blocks), counts)
     for unit in units.states.values():
-        unit.gives_back = reshards
+        unit.reshards_after_backward = reshards
 
     def forward() -> int:
         for fqn in blocks:

@@ -30,7 +30,7 @@ from meshplan.planner.lock.lock import overrides
 from meshplan.planner.objectives.answer import answer
 from meshplan.planner.objectives.simplify import SLACK
 from meshplan.planner.problem.decision import Decision
-from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.request import request_of_file
 from meshplan.planner.solve.search import TOLERANCE
 from meshplan.runtime.estimate.changes import changes_of
 from tests.bench.planned_models import MODELS, write_plan
@@ -124,7 +124,7 @@ def ask(path: Path, words: str, most: int | None = None, seed: int = 0) -> Asked
     Args:
         most: So many are asked, drawn; None for all of them.
     """
-    asker = Asker(question_of_file(path))
+    asker = Asker(request_of_file(path))
     try:
         decision = asker.decision
     except MeshplanError as error:
@@ -168,7 +168,7 @@ def _by_fixes(path: Path, decision: Decision, stated: set[str]) -> Iterator[Bett
                 break  # Other machines, or what `FIELDS` asks, or what the plan states.
             one = {"rules[0]": value[0]} if key == "rules" else {key: value}
             try:
-                other = answer(question_of_file(path, overrides(one)))
+                other = answer(request_of_file(path, overrides(one)))
             except MeshplanError:
                 continue
             if other.chosen is not None:

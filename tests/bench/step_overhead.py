@@ -115,7 +115,7 @@ def unchecked() -> Iterator[None]:
         for module, names in UNCHECKED.items():
             for name in names:
                 stack.enter_context(mock.patch.object(module, name, _nothing))
-        for name in ("see", "settle"):
+        for name in ("see", "finish"):
             stack.enter_context(mock.patch.object(StepCheck, name, _nothing))
         with unlooked():
             yield

@@ -47,7 +47,7 @@ def _seconds(cases: Sequence[Case], profile: Profile) -> Array:
         options = first.options if kind.has_options else ((0, 1.0),)
         each = told.forward_s + told.backward_s
         turn.append(sum(share * each[:, option] for option, share in options))
-        settles = sum(share * told.settle_s[:, option] for option, share in options)
+        settles = sum(share * told.ends_s[:, option] for option, share in options)
         last.append(settles + told.update_s)
     by_kind, at_end = np.stack(turn, axis=1), np.stack(last, axis=1)
     block = next(kind for kind in first.chain.kinds if kind.has_options)

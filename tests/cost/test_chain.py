@@ -112,7 +112,7 @@ def test_saved_bytes_add_up_to_what_forward_leaves(graphs, family, again):
 def test_recomputation_stops_at_the_last_tensor_that_is_kept(graphs):
     chain = chain_of(graphs["llama"], seq_len=LENGTH, element_bytes=2)
     (block,) = [kind for kind in chain.kinds if kind.has_options]
-    nothing, selective, full = block.again
+    nothing, selective, full = block.recompute
     assert nothing.kernels == 0 == selective.flops
     # The result of the last product is of no use to backward.
     assert full.flops == block.forward.flops - 2 * LENGTH * MLP * HIDDEN

@@ -138,7 +138,7 @@ def test_ep_is_charged_what_is_forecast(policy):
         (
             kind.sent_forward,
             kind.sent_backward,
-            kind.sent_again[again] if kind.has_options else None,
+            kind.sent_recompute[again] if kind.has_options else None,
         )
         for kind in (found.kinds[n] for n in found.order)
     ]

@@ -13,7 +13,7 @@ import pytest
 
 from meshplan.cost.chain import chain_of
 from meshplan.cost.collectives import all_gather, group
-from meshplan.cost.grid import GRID, MODES, OPTIONS, PARAMS_THERE
+from meshplan.cost.grid import GRID, MODES, OPTIONS, PARAMS_ON_HOST
 from meshplan.cost.pipeline import crossing_seconds
 from meshplan.cost.profile import profile_of, without
 from meshplan.cost.step import terms, widths_of
@@ -228,7 +228,7 @@ def test_hidden_communication_costs_its_contention_and_no_more():
     assert bare.forward_s[0, 1] == pytest.approx(gather + 0.1 * one_compute(block))
     root = terms(grid, chain.kinds[0], fast, 8, BF16)
     alone = terms(row(microbatches=4), chain.kinds[0], fast, 8, BF16)
-    assert root.settle_s[0, 0] > alone.settle_s[0, 0] + 0.9 * 2.0 * numel / 8 / 450e9
+    assert root.ends_s[0, 0] > alone.ends_s[0, 0] + 0.9 * 2.0 * numel / 8 / 450e9
 
 
 def test_a_sum_over_ranks_that_are_alone_on_their_nodes_slows_less():
@@ -239,7 +239,7 @@ def test_a_sum_over_ranks_that_are_alone_on_their_nodes_slows_less():
 
     def settle(profile, **sizes):
         grid = row(mode="ddp", dp_replicate=4, microbatches=2, **sizes)
-        return terms(grid, chain.kinds[1], profile, 8, BF16).settle_s[0, 0]
+        return terms(grid, chain.kinds[1], profile, 8, BF16).ends_s[0, 0]
 
     assert settle(free, tp=8) == 0 < settle(fast, tp=8)
     assert settle(free) == settle(fast) > 0
@@ -275,7 +275,7 @@ def test_a_process_that_is_slower_than_the_device_is_what_takes_the_time():
     told = terms(row(tp=2), block, slow, 8, BF16)
     assert told.forward_s[0, 0] == pytest.approx(block.forward.kernels * 1e-3 + 2 * 5e-3)
     again = told.backward_s[0, 4] - told.backward_s[0, 0]
-    assert again == pytest.approx(block.again[2].kernels * 1e-3 + 5e-3)
+    assert again == pytest.approx(block.recompute[2].kernels * 1e-3 + 5e-3)
     large = terms(row(tp=2, micro=1_000_000), block, slow, 8, BF16)
     free = terms(
         row(tp=2, micro=1_000_000), block, replace(slow, launch_s=0, collective_s=0), 8, BF16
@@ -313,9 +313,9 @@ def test_replicas_are_reduced_after_the_last_microbatch_only():
                         ("ddp", {"dp_replicate": 8})):  # fmt: skip
         once = terms(row(mode=mode, **sizes), block, COUNTING, 8, FP32)
         often = terms(row(mode=mode, microbatches=5, **sizes), block, COUNTING, 8, FP32)
-        assert once.settle_s[0, 0] == often.settle_s[0, 0] > 0
+        assert once.ends_s[0, 0] == often.ends_s[0, 0] > 0
         paid = 5 * (often.seconds[0, 0] - often.forward_s[0, 0] - often.backward_s[0, 0])
-        assert paid == pytest.approx(often.settle_s[0, 0] + often.update_s[0])
+        assert paid == pytest.approx(often.ends_s[0, 0] + often.update_s[0])
 
 
 def test_recomputation_costs_what_it_runs_again():
@@ -376,7 +376,7 @@ def test_over_one_rank_parameters_are_cast_between_kernels_and_gradients_laid_be
     block = chain.kinds[1]
     slow = replace(REAL, kernel_s=1e-3)
     alone, shard = (row(microbatches=4, mode=mode) for mode in ("ddp", "shard"))
-    hosted = row(microbatches=4, offload=PARAMS_THERE)
+    hosted = row(microbatches=4, offload=PARAMS_ON_HOST)
     none, one, far = (terms(g, block, slow, 8, BF16) for g in (alone, shard, hosted))
     numel, rate = sum(block.numels), slow.memory_bytes_per_s
     cast = numel * ((4 + 2) + (2 + 2)) / rate
@@ -394,7 +394,7 @@ def test_what_lies_on_the_host_crosses_once_each_way(reshard):
     """Of one microbatch: shards of parameters before each gathering, those of gradients after."""
     block = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=4).kinds[1]
     bus = replace(COUNTING, intra_bytes_per_s=np.inf, pcie_bytes_per_s=1.0)
-    told = terms(row(dp_shard=4, offload=PARAMS_THERE), block, bus, 8, FP32, is_awaited=True)
+    told = terms(row(dp_shard=4, offload=PARAMS_ON_HOST), block, bus, 8, FP32, is_awaited=True)
     shard_bytes = sum(block.numels) * 4 / 4
     crossed = told.seconds[0, OPTIONS.index((0, reshard))] - told.update_s[0]
     assert crossed == pytest.approx(shard_bytes * (2 + reshard))

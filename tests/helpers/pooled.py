@@ -19,4 +19,4 @@ def pooled_by_group(at: PlanningProblem, measured: ReplayedMemory) -> Iterator[i
     assert measured.result is not None
     plan = measured.result.plan
     for group in measured.result.memory.groups:
-        yield analytic_log_of_rank(plan, group.ranks[0], device=at.question.device).pooled_bytes
+        yield analytic_log_of_rank(plan, group.ranks[0], device=at.request.device).pooled_bytes

@@ -22,7 +22,7 @@ from meshplan.memory.replay.step import composed_log
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.runtime.base.batch import mapped, microbatch, part_of
 from meshplan.runtime.fake_step import microbatch as blocks
-from meshplan.runtime.fake_step.microbatch import trace_work
+from meshplan.runtime.fake_step.microbatch import trace_microbatch
 from meshplan.runtime.fake_step.step import fake_step
 from meshplan.runtime.trace.ops import record
 from meshplan.runtime.trace.rehearse import rehearser
@@ -76,12 +76,12 @@ def deep(special: int, plan: Mapping[str, Any]) -> tuple[int, list[Any], list[An
             count += 1
 
         handles = [block.register_forward_hook(note) for block in model.blocks]
-        short = trace_work(model, found, *batch, models.loss)
+        short = trace_microbatch(model, found, *batch, models.loss)
         for handle in handles:
             handle.remove()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(blocks, "runs_of", lambda *_: [])
-            whole = trace_work(model, found, *batch, models.loss)
+            whole = trace_microbatch(model, found, *batch, models.loss)
         return count, spelled(short), spelled(whole)
     except Exception:
         return traceback.format_exc()
@@ -94,7 +94,14 @@ def spelled(work: MicrobatchTrace) -> list[Any]:
               for e in work.log.events]  # fmt: skip
     names = {new: work.log.storages[old].module for old, new in numbers.items()}
     gradients = {fqn: numbers[storage] for fqn, storage in work.gradients.items()}
-    return [events, names, work.marks, gradients, work.ready, [numbers[s] for s in work.losses]]
+    return [
+        events,
+        names,
+        work.hook_points,
+        gradients,
+        work.ready,
+        [numbers[s] for s in work.losses],
+    ]
 
 
 Figures = tuple[list[int], Mapping[str, tuple[int, int]], Mapping[Term, int]]
@@ -118,7 +125,7 @@ def decided(model_name: str, plan: Mapping[str, Any], world: int) -> tuple[Any, 
 def work_of(model: Any, plan: Plan, batch: Any, rank: int, device: str = "cpu") -> MicrobatchTrace:
     """Traced from one microbatch with memory of its own."""
     first = mapped(microbatch(batch, plan.accumulate), torch.clone)
-    return trace_work(model, plan, *first, models.loss, rank, device)
+    return trace_microbatch(model, plan, *first, models.loss, rank, device)
 
 
 def figures(log: EventLog) -> Figures:

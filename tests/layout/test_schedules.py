@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from meshplan.layout.schedules import SCHEDULES, Action, Schedule, actions, forward_only, telling
+from meshplan.layout.schedules import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    actions,
+    forward_only,
+    num_to_simulate,
+)
 
 CASES = [
     (row, ranks, virtual, count)
@@ -189,12 +196,12 @@ def test_a_forward_alone_goes_through_every_stage(row):
 def test_a_few_microbatches_tell_what_a_rank_ever_holds(row):
     for ranks in (2, 3, 4):
         virtual, count = row.virtual or 2, 8 * ranks
-        few = telling(row, ranks, count)
+        few = num_to_simulate(row, ranks, count)
         assert (few < count) == row.in_turn
         assert held(row.name, ranks, virtual, few) == held(row.name, ranks, virtual, count)
         odd = count + 1
         if not row.problem(ranks, odd):
-            few = telling(row, ranks, odd)
+            few = num_to_simulate(row, ranks, odd)
             assert held(row.name, ranks, virtual, few) == held(row.name, ranks, virtual, odd)
 
 

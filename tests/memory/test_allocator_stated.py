@@ -19,7 +19,7 @@ from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.memory.log.allocator import reserve
 from meshplan.plan.plan import make_plan
 from meshplan.planner.answers.infeasible import trouble_of
-from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.request import request_of_file
 from meshplan.runtime.apply.allocator import allocator_problems, with_growth
 from meshplan.spec.reader import load_spec
 from tests.planner.test_planner import job
@@ -40,7 +40,7 @@ def test_what_is_told_is_reserved_by_that_allocator(job, capsys):
         path = job(WIDE, hardware=tight(0.5), **FULL, **more)
         assert main(["estimate", "-f", str(path), "--json"]) == 0
         (group,) = json.loads(capsys.readouterr().out)["result"]["groups"]
-        question = question_of_file(path)
+        question = request_of_file(path)
         plan = make_plan(question.read(()), question.graph)
         log = with_workspaces(
             analytic_log_of_rank(plan, 0, device=question.device), question.device
@@ -61,7 +61,7 @@ def test_where_it_is_all_that_helps_it_is_found_and_helps(job):
     assert "offload" not in chosen.stated
     stated = ["allocator=default", "offload=none"]
     assert search_plan(path, stated).chosen is None
-    trouble = trouble_of(question_of_file(path, stated))
+    trouble = trouble_of(request_of_file(path, stated))
     remedy = next(each for each in trouble.remedies if each.setting == GROWS)
     assert remedy.evaluated.memory.fits
     assert remedy.change == "allocator: default -> expandable"

@@ -359,7 +359,9 @@ def test_a_block_is_gathered_before_it_runs_again() -> None:
     run = MicrobatchSpec(batch=1, seq_len=8, recomputed=frozenset({0, 1, 2}))
     work = play(tape_of(shape, run))
     blocks = [f"model.layers.{n}" for n in (2, 1, 0)]
-    starts = [m for m in work.marks if m.moment == HookKind.BEFORE_BACKWARD and m.unit in blocks]
+    starts = [
+        m for m in work.hook_points if m.kind == HookKind.BEFORE_BACKWARD and m.unit in blocks
+    ]
     assert [mark.unit for mark in starts] == blocks
     for mark in starts:
         first = next(e for e in work.log.events[mark.event :] if e.delta > 0)

@@ -89,7 +89,7 @@ def _note_nothing() -> tuple[Any, str, Any]:
         back(self, number)
         for storage in self._noted.get(number, ()):
             self._drop(storage)
-            self._noted[number] = [self._born(0, self._tape.rows[number])]
+            self._noted[number] = [self._allocate(0, self._tape.rows[number])]
 
     return split_backward._SplitBackwardPlayer, "_back_to_inputs", without
 
@@ -174,7 +174,7 @@ def test_a_long_step_is_told_by_few_of_its_microbatches(
     for rank in range(0, 2 * ranks, 2):
         telling, brief = log(rank), log(rank, summarised=True)
         with monkeypatch.context() as patch:
-            patch.setattr(stages, "telling", lambda schedule, ranks, count: count)
+            patch.setattr(stages, "num_to_simulate", lambda schedule, ranks, count: count)
             whole = log(rank)
         assert telling.peak.live_bytes == whole.peak.live_bytes == brief.peak.live_bytes
         assert telling.pooled_bytes == whole.pooled_bytes

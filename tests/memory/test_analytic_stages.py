@@ -368,7 +368,7 @@ def test_in_brief_a_rank_needs_as_much(
     for rank in (0, 3):
         telling, brief = log(rank), log(rank, summarised=True)
         with monkeypatch.context() as patch:
-            patch.setattr(stages, "telling", lambda schedule, ranks, count: count)
+            patch.setattr(stages, "num_to_simulate", lambda schedule, ranks, count: count)
             whole = log(rank)
         for each in (telling, brief):
             assert each.by_phase["step"] == whole.by_phase["step"]

@@ -74,7 +74,7 @@ def works() -> dict[frozenset[str], MicrobatchTrace]:
         model, made, torch.zeros(64, 16), torch.zeros(64, dtype=torch.int64),
         nn.functional.cross_entropy, "h100-sxm-80gb", [Ask(64, again) for again in chosen],
     )  # fmt: skip
-    return {again: each.work for again, each in zip(chosen, seen, strict=True)}
+    return {again: each.trace for again, each in zip(chosen, seen, strict=True)}
 
 
 def live(work: MicrobatchTrace, *, without: frozenset[int] = frozenset()) -> list[int]:
@@ -101,22 +101,24 @@ def test_what_is_composed_is_what_is_traced(works):
     """Event by event, or else between two that are told."""
     composer, sure = Composer(works[frozenset()], works[frozenset(BLOCKS)], BLOCKS), 0
     for again, truth in works.items():
-        low, high = composer.work(again)
+        low, high = composer.trace(again)
         assert max(live(low)) <= max(live(truth)) <= max(live(high)), again
         for each in (low, high):
             assert live(each)[-1] == live(truth)[-1]
-            assert [mark.moment for mark in each.marks] == [mark.moment for mark in truth.marks]
+            assert [mark.kind for mark in each.hook_points] == [
+                mark.kind for mark in truth.hook_points
+            ]
         if low is high:
             sure += 1
             assert named(low) == named(truth)
-            assert (low.marks, low.ready) == (truth.marks, truth.ready)
+            assert (low.hook_points, low.ready) == (truth.hook_points, truth.ready)
     # What the first block made and others keep ends in one of two ways where it runs again.
     assert sure == 12
 
 
 def test_what_blocks_keep_adds_up(works):
     composer = Composer(works[frozenset()], works[frozenset(BLOCKS)], BLOCKS)
-    kept, turn = composer.kept_bytes(), composer.turn_bytes()
+    kept, turn = composer.kept_bytes(), composer.backward_bytes()
     assert [kept[block][0] > kept[block][1] for block in BLOCKS] == [True, True, True, False]
     for again, truth in works.items():
         modes = [int(block in again) for block in BLOCKS]
@@ -159,7 +161,7 @@ def test_who_runs_again_keeps_what_it_is_called_with():
     made = make_plan(load_spec(plan), graph_of(model))
     asks = [Ask(64, frozenset()), Ask(64, frozenset(blocks))]
     plain, again = (
-        seen.work for seen in watch(
+        seen.trace for seen in watch(
             model, made, torch.zeros(64, 16), torch.zeros(64, dtype=torch.int64),
             nn.functional.cross_entropy, "h100-sxm-80gb", asks,
         )
@@ -197,8 +199,8 @@ def test_what_ends_behind_a_mark_where_all_run_again_ends_there():
     again = _told([*before, (32, 2, 0), (done, "b"), (done, ""), ends, *after])
     composer = Composer(plain, again, ("a", "b"))
     for some in ({"a"}, {"b"}):
-        for each in composer.work(some):
-            assert (each.log.events, each.marks) == (again.log.events, again.marks)
+        for each in composer.trace(some):
+            assert (each.log.events, each.hook_points) == (again.log.events, again.hook_points)
 
 
 def test_a_block_that_keeps_nothing_leaves_all_to_the_others():
@@ -211,7 +213,7 @@ def test_a_block_that_keeps_nothing_leaves_all_to_the_others():
         (end, "a"), (HookKind.END_OF_BACKWARD, ""), (-8, 0, 1),
     ])  # fmt: skip
     composer = Composer(work, work, ("a", "b", "c"))
-    kept, turn = composer.kept_bytes(), composer.turn_bytes()
+    kept, turn = composer.kept_bytes(), composer.backward_bytes()
     assert (kept["a"], "b" in kept) == ((16, 16), False)
     assert turn["c"] == (8 + 32 + 64, 8 + 32 + 64)
 

@@ -17,7 +17,7 @@ import pytest
 
 from meshplan.errors import PlanError
 from meshplan.memory.analytic.estimate import analytic_log
-from meshplan.memory.decoder.microbatch import MicrobatchSpec, tape_of, work_of
+from meshplan.memory.decoder.microbatch import MicrobatchSpec, analytic_trace, tape_of
 from meshplan.memory.decoder.sizes import shape_of
 from meshplan.memory.log.events import EventLog, Term
 from meshplan.memory.log.microbatch import HookKind
@@ -132,7 +132,7 @@ def told(case: str, layers: int) -> Any:
         batch=BATCH, seq_len=SEQ_LEN, element_bytes=element_bytes, is_cuda=False, in_place=False,
         recomputed=frozenset(range(layers)) if recomputes else frozenset(),
     )  # fmt: skip
-    return work_of(graph, run)
+    return analytic_trace(graph, run)
 
 
 WIDE = frozenset(CASES) - {"qwen3 in bf16", "gpt2"}
@@ -226,7 +226,7 @@ def s_is_gradient(work: Any, number: int) -> bool:
 
 def test_marks_stand_around_every_unit() -> None:
     work = told("llama", 3)
-    order = [(mark.moment, mark.unit) for mark in work.marks]
+    order = [(mark.kind, mark.unit) for mark in work.hook_points]
     blocks = [f"model.layers.{n}" for n in range(3)]
     before, after = HookKind.BEFORE_FORWARD, HookKind.AFTER_FORWARD
     back, done = HookKind.BEFORE_BACKWARD, HookKind.AFTER_BACKWARD
@@ -235,7 +235,9 @@ def test_marks_stand_around_every_unit() -> None:
         (before, ""), *[(m, b) for b in blocks for m in (before, after)], (after, ""),
         (back, ""), *[(m, b) for b in reversed(blocks) for m in (back, done)], (end, ""),
     ]  # fmt: skip
-    assert [mark.event for mark in work.marks] == sorted(mark.event for mark in work.marks)
+    assert [mark.event for mark in work.hook_points] == sorted(
+        mark.event for mark in work.hook_points
+    )
 
 
 STEPS: dict[str, dict[str, Any]] = {
@@ -296,7 +298,7 @@ def test_a_step_is_told_without_torch() -> None:
 def test_an_unknown_family_is_refused() -> None:
     graph = from_mapping({"model_type": "gemma2"})
     with pytest.raises(PlanError, match="no rules for the operators of Gemma2ForCausalLM"):
-        work_of(graph, MicrobatchSpec(batch=1, seq_len=8))
+        analytic_trace(graph, MicrobatchSpec(batch=1, seq_len=8))
 
 
 def test_gradients_that_a_unit_reduces_are_laid_by_it() -> None:
@@ -307,11 +309,11 @@ def test_gradients_that_a_unit_reduces_are_laid_by_it() -> None:
     for fqn, grads in (("reduced", ()), ("alone", (Grad(x + 1, 64),))):
         x = w.row("mm", (x,), 64, keeps=(x,), grads=grads, parameters=((fqn, 32),))
         tape.lay(fqn, 16)
-    tape.lays_itself.add("alone")
+    tape.relaid_at_once.add("alone")
     tape.loss_start = len(tape.rows)
     w.row("sum", (x,), 4, grads=(Grad(x, 64),))
     work = play(tape, sums_in_place=True)
-    assert work.settling == {"reduced": ((16, -1),)}
+    assert work.grad_relayout == {"reduced": ((16, -1),)}
     made = {event.storage: event.delta for event in work.log.events if event.delta > 0}
     assert {fqn: made[storage] for fqn, storage in work.gradients.items()} == {
         "reduced": 32, "alone": 16,

@@ -163,7 +163,7 @@ def _do_not_prefetch() -> Callable[[], None]:
     before = units.ReplayUnits.before_backward
 
     def alone(self: units.ReplayUnits, fqn: str) -> None:
-        self.states[fqn].places.clear()
+        self.states[fqn].forward_positions.clear()
         before(self, fqn)
 
     return _instead(units.ReplayUnits, "before_backward", alone)
@@ -174,13 +174,13 @@ def _take_parameters_alone() -> Callable[[], None]:
 
 
 def _let_go_of_the_last_gradient() -> Callable[[], None]:
-    lay = reduction.Reduction._lay
+    lay = reduction.Reduction._relayout
 
     def all_of_it(self: reduction.Reduction, *args: Any) -> tuple[list[int], list[int]]:
         laid, kept = lay(self, *args)
         return laid + kept, []
 
-    return _instead(reduction.Reduction, "_lay", all_of_it)
+    return _instead(reduction.Reduction, "_relayout", all_of_it)
 
 
 MISTAKES = {

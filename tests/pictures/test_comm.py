@@ -51,7 +51,7 @@ def test_a_pipeline_sends_to_the_stages_beside_it():
     plan = llama(4, **PIPED)
     facts = comm(plan)
     assert not facts.unknown
-    assert facts.is_told
+    assert facts.is_computed
     micro = 2 * 4 * 2048 * 4096  # bfloat16 of a step's samples at one cut
     beside = [facts.matrix[a, b] for r in range(12) for a, b in ((r, r + 4), (r + 4, r))]
     # Words of bytes on top: whether every stage went well.

@@ -253,7 +253,7 @@ def test_other_families_are_told_too(family, tmp_path):
     on = from_config(path if family == "gpt2" else LLAMA.with_name("mixtral-8x7b.json"))
     plan = plan_of(on, mesh={"dp_shard": 2}, strategy="full_shard")
     facts = module_graph(plan)
-    assert facts.source == "told"
+    assert facts.source == "config"
     frame = next(n for n, box in enumerate(facts.boxes) if box.is_frame)
     assert {"in", "out"} <= {end for link in named(facts, frame) for end in link}
     # Whatever is there is on the way from the first to the last, or says why it is not.
@@ -335,7 +335,7 @@ def test_rows_are_longest_ways_and_wide_ones_are_cut():
     y = {key: at[1] for key, at in laid.at.items()}
     assert y["a"] > y["b"] > y["c"]
     assert y["d"] == y["b"]  # Right above what takes it.
-    assert len(laid.ways["a", "c"]) == 6
+    assert len(laid.paths["a", "c"]) == 6
     assert laid.at["a"][0] >= 0
     assert max(x for x, _ in laid.at.values()) + 1.0 == pytest.approx(laid.width)
     wide = lay_out(dict.fromkeys(range(7), (1.0, 0.5)), [], most_in_row=3, gap=0.2, between=0.3)

@@ -16,7 +16,7 @@ from meshplan.api.planning import search_plan
 from meshplan.planner.answers.difference import _fields
 from meshplan.planner.answers.settings import has
 from meshplan.planner.lock.lock import overrides
-from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.request import request_of_file
 from meshplan.planner.tables.whole_plan import Costed
 from tests.planner.test_planner import LLAMA, job
 
@@ -72,7 +72,7 @@ def test_a_stated_strategy_is_planned_for_one_device_too(job: Any, strategy: str
     assert chosen.plan.assignment.strategy.name == strategy
     found = checking.estimate_memory(path, overrides(chosen.stated))
     assert found.worst.band == chosen.memory.worst.band
-    costed = Costed(chosen.plan, question_of_file(path).cluster)
+    costed = Costed(chosen.plan, request_of_file(path).cluster)
     assert costed.seconds == pytest.approx(chosen.seconds)
 
 

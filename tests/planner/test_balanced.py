@@ -22,7 +22,7 @@ from meshplan.planner.objectives.balanced import balance, balanced
 from meshplan.planner.objectives.simplify import SLACK
 from meshplan.planner.problem.decision import Evaluated
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.request import request_of_file
 from meshplan.planner.solve.config import Candidate, solve_config
 from tests.planner.test_planner import LLAMA, job
 
@@ -51,16 +51,16 @@ def best(job: Any, objective: str) -> Evaluated:
 def test_nothing_has_less_by_more_than_the_gap(job: Any) -> None:
     """Of every configuration, each with every option for all blocks."""
     path = job(SMALL, **ASKED, solve={"objective": "balanced"})
-    at = PlanningProblem(question_of_file(path))
+    at = PlanningProblem(request_of_file(path))
     least = math.inf
-    for row in range(len(at.usual.grid)):
+    for row in range(len(at.table.grid)):
         for option in range(len(OPTIONS)):
             mask = [number == option for number in range(len(OPTIONS))]
-            one = solve_config(at.usual.only(row, mask), 0, math.inf)
+            one = solve_config(at.table.only(row, mask), 0, math.inf)
             if one is None:
                 continue
             tried = Candidate(row, one.seconds, one.ends, one.option_counts, one.linear_bytes)
-            evaluated = at.measure(at.usual, tried).result
+            evaluated = at.measure(at.table, tried).result
             least = min(
                 least,
                 product(evaluated) if isinstance(evaluated, Evaluated) else math.inf,
@@ -84,7 +84,7 @@ def test_it_lies_between_the_two_ends(job: Any) -> None:
 
 def test_what_was_not_looked_at_is_in_the_gap(job: Any) -> None:
     """The time is up after the first plan, so what holds less may have had less."""
-    question = question_of_file(job(SMALL, **ASKED, solve={"objective": "balanced"}))
+    question = request_of_file(job(SMALL, **ASKED, solve={"objective": "balanced"}))
     whole = balance(question)
     assert whole is not None
     seen: list[str] = []
@@ -96,7 +96,7 @@ def test_what_was_not_looked_at_is_in_the_gap(job: Any) -> None:
 
 
 def test_an_interrupt_gives_what_was_found_before(job: Any) -> None:
-    question = question_of_file(job(SMALL, **ASKED, solve={"objective": "balanced"}))
+    question = request_of_file(job(SMALL, **ASKED, solve={"objective": "balanced"}))
     seen: list[str] = []
     decision = balanced(replace(question, is_stopped=lambda: bool(seen)), seen.append)
     assert decision.chosen is not None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshplan.cost.grid import ACTIVATIONS_THERE
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST
 from meshplan.errors import MeshplanError
 from meshplan.plan.plan import make_plan
 from meshplan.planner.lock.lock import overrides
@@ -35,15 +35,15 @@ MIXTRAL = LLAMA | {
 
 def opened(job: PlanningProblem, brief: TruncatedEstimate, row: int) -> float:
     """What the row's own plan opens."""
-    candidate = ConfigSolver(job.usual, row, float("inf")).smallest()
-    stated = overrides(job.stated(job.usual, candidate))
-    return brief.links(make_plan(job.question.read(stated), job.question.graph))
+    candidate = ConfigSolver(job.table, row, float("inf")).smallest()
+    stated = overrides(job.stated(job.table, candidate))
+    return brief.links(make_plan(job.request.read(stated), job.request.graph))
 
 
 def test_what_is_opened_is_known_from_the_mesh(tmp_path: Path) -> None:
     """Rows of one kind of mesh share a plan, and differ in the sizes of its axes."""
     job = job_in(tmp_path, MIXTRAL, nodes=4)
-    brief, grid = job._brief, job.grid
+    brief, grid = job._truncated, job.grid
     assert {2, 4, 8} <= set(grid["ep"].tolist())
     spread: set[float] = set()
     for row in random.Random(0).sample(range(len(grid)), 40):
@@ -62,7 +62,7 @@ def test_what_cannot_wait_on_the_host_where_experts_are_spread_is_not_searched(
 ) -> None:
     """One trial says what the memory room would say of each of those rows; others stay."""
     job = job_in(tmp_path, MIXTRAL | {"num_hidden_layers": 3}, nodes=1)
-    numbers = job.usual
+    numbers = job.table
     with_all = [_offload_variants(numbers.grid, what, job)[1] for what in job.free.offload[1:]]
     assert add_offload_variants(job)
     rows = job.grid[len(numbers.grid) :]
@@ -71,14 +71,14 @@ def test_what_cannot_wait_on_the_host_where_experts_are_spread_is_not_searched(
     for what, all_rows in zip(job.free.offload[1:], with_all, strict=True):
         kept = rows[rows["offload"] == what]
         assert set(all_rows["ep"]) == {1, 2, 4, 8}
-        assert set(kept["ep"]) == ({1} if what & ACTIVATIONS_THERE else {1, 2, 4, 8})
+        assert set(kept["ep"]) == ({1} if what & ACTIVATIONS_ON_HOST else {1, 2, 4, 8})
         assert len(kept[kept["ep"] == 1]) == (all_rows["ep"] == 1).sum()
         spread = all_rows[(all_rows["ep"] > 1) & (all_rows["micro"] == 1)][:3]
         job.grid = np.concatenate([job.grid, spread])
-        again = job.numbers(job.profile)
+        again = job.table_at(job.profile)
         for row in range(len(job.grid) - len(spread), len(job.grid)):
             measured = job.measure(again, ConfigSolver(again, row, float("inf")).smallest())
-            assert (measured.why == told.why) == bool(what & ACTIVATIONS_THERE)
+            assert (measured.why == told.why) == bool(what & ACTIVATIONS_ON_HOST)
 
 
 @pytest.mark.parametrize("make", [random_numbers, random_rounds])
@@ -108,7 +108,7 @@ def test_a_row_that_is_asked_again_answers_as_if_it_was_not(make: Any) -> None:
 
 def test_what_holds_less_than_one_that_is_not_over_is_not_looked_at(tmp_path: Path) -> None:
     job = job_in(tmp_path, LLAMA, nodes=1)
-    numbers = job.usual
+    numbers = job.table
     at = (job.grid["pp"] == 2) & (job.grid["virtual"] == 1) & (job.grid["dp_shard"] == 4)
     row = int(np.flatnonzero(at)[0])
     smallest, fastest = (
@@ -116,16 +116,16 @@ def test_what_holds_less_than_one_that_is_not_over_is_not_looked_at(tmp_path: Pa
         solve_config(numbers, row, np.inf),
     )
     assert fastest is not None
-    assert job._glance(numbers, fastest, guesses=False) is not None
-    assert job._glance(numbers, smallest, guesses=False) is None
-    assert job._glance(numbers, smallest, guesses=True) is not None
-    job.allow(job.question.limit_bytes * 2)  # What was seen is of another limit.
-    assert job._glance(numbers, smallest, guesses=False) is not None
+    assert job._truncated_bound(numbers, fastest, guesses=False) is not None
+    assert job._truncated_bound(numbers, smallest, guesses=False) is None
+    assert job._truncated_bound(numbers, smallest, guesses=True) is not None
+    job.allow(job.request.limit_bytes * 2)  # What was seen is of another limit.
+    assert job._truncated_bound(numbers, smallest, guesses=False) is not None
     first, last = smallest.linear_bytes
     other = replace(fastest, linear_bytes=(first * 0.9, last * 1.1))
-    assert job._glance(numbers, other, guesses=False) is not None
+    assert job._truncated_bound(numbers, other, guesses=False) is not None
     job.capacity = max(fastest.linear_bytes) / 2
-    over = job._glance(numbers, fastest, guesses=False)
+    over = job._truncated_bound(numbers, fastest, guesses=False)
     assert over is not None
     assert over.is_over
-    assert job._glance(numbers, smallest, guesses=False) is not None
+    assert job._truncated_bound(numbers, smallest, guesses=False) is not None

@@ -18,9 +18,9 @@ from meshplan.errors import PlanError
 from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.plan.plan import make_plan
 from meshplan.planner.lock.lock import overrides
-from meshplan.planner.objectives.fastest import decide_job
+from meshplan.planner.objectives.fastest import fastest_of
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.request import request_of_file
 from meshplan.planner.solve.config import ConfigSolver, solve_config
 from meshplan.planner.tables.whole_plan import Costed
 
@@ -43,7 +43,7 @@ def write(tmp_path: Path) -> Any:
             "precision": "bf16-mixed", "batch": {"global": 16, "seq_len": 2048}, **more,
         }  # fmt: skip
         (tmp_path / "plan.yaml").write_text(json.dumps(plan))
-        return PlanningProblem(question_of_file(tmp_path / "plan.yaml"))
+        return PlanningProblem(request_of_file(tmp_path / "plan.yaml"))
 
     return job
 
@@ -63,15 +63,15 @@ def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(write: Any) 
     job, rng, shares = write(), random.Random(0), []
     rows = [int(row) for row in np.flatnonzero(job.grid["cp"] > 1)]
     for row in rng.sample(rows, 12):
-        smallest = ConfigSolver(job.usual, row, float("inf")).smallest()
+        smallest = ConfigSolver(job.table, row, float("inf")).smallest()
         room = max(smallest.linear_bytes) * rng.choice((1.01, 1.2, 1.5, 3))
-        found = solve_config(job.usual, row, room) or smallest
-        stated = job.stated(job.usual, found)
+        found = solve_config(job.table, row, room) or smallest
+        stated = job.stated(job.table, found)
         assert stated["context.attention"] == "all_to_all"
-        plan = make_plan(job.question.read(overrides(stated)), job.question.graph)
+        plan = make_plan(job.request.read(overrides(stated)), job.request.graph)
         assert plan.mesh.size("cp") == job.grid["cp"][row]
-        assert Costed(plan, job.question.cluster).seconds == pytest.approx(found.seconds)
-        live = analytic_log_of_rank(plan, 0, device=job.question.device).pooled_bytes
+        assert Costed(plan, job.request.cluster).seconds == pytest.approx(found.seconds)
+        live = analytic_log_of_rank(plan, 0, device=job.request.device).pooled_bytes
         assert found.linear_bytes[0] <= live
         shares.append(found.linear_bytes[0] / live)
     assert np.median(shares) > 0.6
@@ -79,7 +79,7 @@ def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(write: Any) 
 
 def test_one_long_sequence_is_cut(write: Any) -> None:
     """There is nothing else to share out among as many ranks."""
-    decision = decide_job(write(kv_heads=8, batch={"global": 1, "seq_len": 131072}))
+    decision = fastest_of(write(kv_heads=8, batch={"global": 1, "seq_len": 131072}))
     assert decision.chosen is not None
     assert decision.chosen.stated["mesh"].get("cp", 1) > 1
     assert decision.chosen.memory.fits
@@ -89,9 +89,9 @@ def test_what_a_plan_says_of_attention_is_kept(write: Any) -> None:
     """Stated, sequences are cut."""
     job = write(context={"attention": "all_to_all"})
     assert job.grid["cp"].min() > 1
-    found = solve_config(job.usual, 0, float("inf"))
+    found = solve_config(job.table, 0, float("inf"))
     assert found is not None
-    assert "context.attention" not in job.stated(job.usual, found)
+    assert "context.attention" not in job.stated(job.table, found)
 
 
 def test_keys_and_values_are_gathered_where_a_plan_says_so(write: Any) -> None:
@@ -100,17 +100,17 @@ def test_keys_and_values_are_gathered_where_a_plan_says_so(write: Any) -> None:
     assert {int(row["cp"]) for row in job.grid} == {2, 4, 8}
     rows = [int(row) for row in range(len(job.grid))]
     for row in rng.sample(rows, 6):
-        found = solve_config(job.usual, row, float("inf"))
+        found = solve_config(job.table, row, float("inf"))
         assert found is not None
-        stated = job.stated(job.usual, found)
+        stated = job.stated(job.table, found)
         assert "context.attention" not in stated
-        plan = make_plan(job.question.read(overrides(stated)), job.question.graph)
-        assert Costed(plan, job.question.cluster).seconds == pytest.approx(found.seconds)
+        plan = make_plan(job.request.read(overrides(stated)), job.request.graph)
+        assert Costed(plan, job.request.cluster).seconds == pytest.approx(found.seconds)
         for place in {0, plan.mesh.size("cp") - 1}:
             rank = next(
                 r for r in range(plan.mesh.world_size) if plan.mesh.index(r, ("cp",)) == place
             )
-            live = analytic_log_of_rank(plan, rank, device=job.question.device).pooled_bytes
+            live = analytic_log_of_rank(plan, rank, device=job.request.device).pooled_bytes
             assert found.linear_bytes[0] <= live
 
 

@@ -21,12 +21,12 @@ from meshplan.memory.log.driver import with_workspaces
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.objectives.fastest import decide
-from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.request import request_of_file
 from meshplan.runtime.fake_step.default_loop import loop_of
 from meshplan.runtime.fake_step.step import fake_step
 from meshplan.runtime.live import certify
 from meshplan.runtime.live.matches_config import Described, described
-from meshplan.runtime.live.planned import question_of_entry, question_of_model
+from meshplan.runtime.live.planned import request_of_entry, request_of_model
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
 
@@ -197,8 +197,8 @@ def test_the_plan_is_that_of_the_config(files: tuple[Path, Path]) -> None:
     assert live.num_configs == told.num_configs
     assert live.chosen.stated == told.chosen.stated
     assert {row.what for row in live.rejected} == {row.what for row in told.rejected}
-    question = question_of_entry(files[0], (), None)
-    of_config = question_of_file(files[1])
+    question = request_of_entry(files[0], (), None)
+    of_config = request_of_file(files[1])
     assert question.traced is None
     assert (question.graph, question.few) == (of_config.graph, of_config.few)
     assert "was traced under the plan" in live.chosen.memory.certified
@@ -250,7 +250,7 @@ def test_what_is_not_traced_says_so(
 def test_a_trace_that_does_not_fit_is_not_the_answer(files: tuple[Path, Path]) -> None:
     """Another plan is; and none, where no trace fits."""
     few = {"mesh": {"dp_shard": 8}, "activation_checkpointing": "none"}
-    question = question_of_entry(files[0], overrides(few), None)
+    question = request_of_entry(files[0], overrides(few), None)
     first = decide(question).chosen
     assert first is not None
     asked: list[Any] = []
@@ -280,8 +280,8 @@ def test_models_in_hand_are_planned_so_too() -> None:
     def load(more: Any) -> Any:
         return load_spec(plan, more)
 
-    assert question_of_model(one, load, report=said.append).traced is None
-    assert question_of_model(other, load, report=said.append).traced is not None
+    assert request_of_model(one, load, report=said.append).traced is None
+    assert request_of_model(other, load, report=said.append).traced is not None
     assert "is planned from the config" in said[0]
     assert "set use_cache=False" in said[1]
 

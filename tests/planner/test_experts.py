@@ -26,7 +26,7 @@ from meshplan.model.blueprint import from_config
 from meshplan.plan.plan import make_plan
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.problem.request import question_of
+from meshplan.planner.problem.request import request_of
 from meshplan.planner.solve.config import Candidate, solve_config
 from meshplan.planner.solve.result import mesh_key
 from meshplan.planner.solve.search import search
@@ -63,7 +63,7 @@ def job_of(path: Path) -> PlanningProblem:
     def load(more: Any) -> meshplan.Spec:
         return load_spec(path, more)
 
-    return PlanningProblem(question_of(load, from_config(path.with_name("config.json"))))
+    return PlanningProblem(request_of(load, from_config(path.with_name("config.json"))))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -119,7 +119,7 @@ def test_every_way_to_lend_is_in_the_space_once(seed):
 def test_nothing_in_the_space_of_a_mixture_is_faster(job, batch, more):
     """The search over real figures, ep and all, against every cut and option of every row."""
     at = job_of(job(MIXTRAL | more, batch={"global": batch, "seq_len": 1024}))
-    numbers = at.usual
+    numbers = at.table
     assert {(1, 4), (2, 1), (2, 2), (2, 4)} <= {
         (int(each["pp"]), int(each["ep"])) for each in numbers.grid
     }
@@ -175,7 +175,7 @@ def test_bounds_are_below_what_is_replayed_of_stages_that_spread_experts(job, co
 def held_shares(at: PlanningProblem, rows: Iterable[int]) -> list[float]:
     """By row, how much of what a replay shows the linear figures do, which is never more."""
     at.capacity = float("inf")
-    numbers, rng, shares = at.usual, np.random.default_rng(0), []
+    numbers, rng, shares = at.table, np.random.default_rng(0), []
     for row in map(int, rows):
         offered = np.isfinite(numbers.seconds[row]).any(axis=0)
         option = int(rng.choice(np.flatnonzero(offered)))
@@ -200,11 +200,11 @@ def test_stages_are_charged_for_their_own_experts(job):
     """What pictures of a schedule show is what the search has added up."""
     at = job_of(job(MIXTRAL | {"num_hidden_layers": 4}, hardware=PLAN["hardware"]))
     row = int(np.flatnonzero((at.grid["pp"] == 2) & (at.grid["ep"] == 4))[0])
-    one = solve_config(at.usual, row, float("inf"))
+    one = solve_config(at.table, row, float("inf"))
     assert one is not None
     candidate = Candidate(row, one.seconds, one.ends, one.option_counts, one.linear_bytes)
-    question = at.question
-    plan = make_plan(question.read(overrides(at.stated(at.usual, candidate))), question.graph)
+    question = at.request
+    plan = make_plan(question.read(overrides(at.stated(at.table, candidate))), question.graph)
     assert plan.mesh.size("ep") == 4
     chain = chain_of_plan(plan)
     assert chain.kinds == at.chain_at(int(at.grid[row]["tp"]), 4).kinds
@@ -213,7 +213,7 @@ def test_stages_are_charged_for_their_own_experts(job):
 
 def test_a_rank_is_charged_for_the_experts_that_it_has(job):
     """In bf16 while they are gathered; of 4 experts that stay together 8 ranks keep one or none."""
-    numbers = job_of(job(batch={"global": 16, "seq_len": 1024})).usual
+    numbers = job_of(job(batch={"global": 16, "seq_len": 1024})).table
     (kind,) = {numbers.order[place] for place, name in enumerate(numbers.names) if name}
     stack, hidden = 3 * 512 * 704, 512
     dense = 2 * hidden * hidden + 2 * hidden * hidden // 2 + 4 * hidden + 2 * hidden
@@ -306,8 +306,8 @@ def test_tokens_that_may_come_are_planned_for_where_experts_are_spread(job):
         stated = {"strategy": "zero1", "mesh": {"dp_shard": 8, "ep": "auto"}, "loss_chunks": 1}
         batch = {"global": 64, "micro": 8, "seq_len": 1024}
         at = job_of(job(**stated, batch=batch, experts={"capacity": capacity}))
-        evaluated_plans = [solve_config(at.usual, row, float("inf")) for row in range(len(at.grid))]
-        found = [at.measure(at.usual, evaluated, to_the_end=True) for evaluated in evaluated_plans]
+        evaluated_plans = [solve_config(at.table, row, float("inf")) for row in range(len(at.grid))]
+        found = [at.measure(at.table, evaluated, to_the_end=True) for evaluated in evaluated_plans]
         for evaluated, each in zip(evaluated_plans, found, strict=True):
             assert max(evaluated.linear_bytes) <= max(pooled_by_group(at, each))
         return [

@@ -12,9 +12,9 @@ from meshplan.api.planning import explain, search_plan
 from meshplan.cli.app import main
 from meshplan.errors import PlanError
 from meshplan.planner.answers.explain import Shares, _missing
-from meshplan.planner.objectives.fastest import decide_job
+from meshplan.planner.objectives.fastest import fastest_of
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.request import request_of_file
 from meshplan.planner.solve.search import search
 from meshplan.render.plans.explain import verdict
 from tests.bench.planned_models import MODELS
@@ -82,7 +82,7 @@ def test_what_does_not_fit_says_how_much_is_missing(job):
 )
 def test_nobody_waits_to_hear_how_much_is_missing(job, changed):
     path = job(mesh={"dp_replicate": "auto", "dp_shard": "auto"})
-    question = dataclasses.replace(question_of_file(path), limit_bytes=1 << 20)
+    question = dataclasses.replace(request_of_file(path), limit_bytes=1 << 20)
     assert _missing(PlanningProblem(question)) > 0
     assert _missing(PlanningProblem(dataclasses.replace(question, **changed))) is None
 
@@ -97,10 +97,10 @@ def test_one_search_for_all_values_of_a_field(job, monkeypatch):
 
     def decided(*args, **more):
         planned.append(args)
-        return decide_job(*args, **more)
+        return fastest_of(*args, **more)
 
     monkeypatch.setattr("meshplan.planner.objectives.offload_variants.search", counted)
-    monkeypatch.setattr("meshplan.planner.answers.explain.decide_job", decided)
+    monkeypatch.setattr("meshplan.planner.answers.explain.fastest_of", decided)
     answers = explain(job(solve={"time_limit": "1h"}), ["why", "mesh.dp_shard"])
     assert (len(asked), len(planned)) == (len(answers), 1)
     assert all(deadline < time.monotonic() + 3600 for deadline in asked)

@@ -11,9 +11,9 @@ from meshplan.cost.grid import GRID, SCHEDULE_WORDS
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.planner.tables.in_flight import (
     fewest_in_flight,
-    handed_on,
     in_flight,
     in_flight_of,
+    outputs_in_flight,
     sent_in_flight,
     usual_blocks,
     usual_in_flight,
@@ -34,7 +34,7 @@ def test_what_is_kept_is_what_the_schedule_has_done(ranks):
         grid["schedule"] = SCHEDULE_WORDS.index(word)
         kept, handed = (by(word, ranks, virtual, count) for by in (kept_by, handed_by))
         assert tuple(in_flight_of(grid[0], rank) for rank in range(ranks)) == kept
-        assert tuple(handed_on(grid[0], rank) for rank in range(ranks)) == handed
+        assert tuple(outputs_in_flight(grid[0], rank) for rank in range(ranks)) == handed
         assert sent_in_flight(grid)[0] == sum(map(sum, handed)) - handed[0][0] - handed[-1][-1]
         assert fewest_in_flight(grid)[0] == min(map(min, kept))
         assert usual_in_flight(grid)[0] <= min(min((*each[:-1], np.inf)) for each in kept)

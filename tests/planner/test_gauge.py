@@ -20,7 +20,7 @@ from meshplan.plan.plan import make_plan
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.problem.overrides import BlockChoice, statements
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.request import request_of_file
 from meshplan.planner.problem.truncated import Short, TruncatedBound, shorten
 from meshplan.planner.solve.config import Candidate, ConfigSolver, solve_config
 from meshplan.spec.spec import Spec
@@ -47,12 +47,12 @@ def job_in(folder: Path, config: dict[str, Any], *, nodes: int) -> PlanningProbl
         "batch": {"global": 32 * nodes, "seq_len": 512},
     }  # fmt: skip
     (folder / "plan.yaml").write_text(json.dumps(plan))
-    return PlanningProblem(question_of_file(folder / "plan.yaml"))
+    return PlanningProblem(request_of_file(folder / "plan.yaml"))
 
 
 def some(job: PlanningProblem, count: int) -> Iterator[Candidate]:
     """Random rows, with as little memory as makes their blocks differ, or as small as can be."""
-    rng, numbers = random.Random(0), job.usual
+    rng, numbers = random.Random(0), job.table
     while count:
         row = rng.randrange(len(job.grid))
         smallest = ConfigSolver(numbers, row, float("inf")).smallest()
@@ -64,7 +64,7 @@ def some(job: PlanningProblem, count: int) -> Iterator[Candidate]:
 
 
 def test_few_blocks_never_say_more_than_all_and_hardly_less(job: PlanningProblem) -> None:
-    question, numbers = job.question, job.usual
+    question, numbers = job.request, job.table
     assert question.shorter is not None
     shares, shortened = [], 0
     for candidate in some(job, 30):
@@ -112,17 +112,17 @@ def test_what_stands_for_others_keeps_the_ends_of_its_row() -> None:
 def test_a_frame_is_held_by_one_microbatch_alone(tmp_path: Path) -> None:
     """What a model's own frame holds goes when its forward returns, however many are in flight."""
     at = job_in(tmp_path, LLAMA | {"num_hidden_layers": 64, "vocab_size": 512}, nodes=8)
-    grid, question = at.grid, at.question
+    grid, question = at.grid, at.request
     row = int(np.flatnonzero((grid["pp"] == 64) & (grid["micro"] == 1))[0])
-    smallest = ConfigSolver(at.usual, row, float("inf")).smallest()
-    plan = make_plan(question.read(overrides(at.stated(at.usual, smallest))), question.graph)
+    smallest = ConfigSolver(at.table, row, float("inf")).smallest()
+    plan = make_plan(question.read(overrides(at.stated(at.table, smallest))), question.graph)
     log = analytic_log_of_rank(plan, 0, device=question.device)
     assert smallest.linear_bytes[0] <= log.pooled_bytes
 
 
 def test_what_communicators_take_is_known_from_the_mesh(job: PlanningProblem) -> None:
     """The same of a model with few blocks as of the plan itself, and more with more axes."""
-    question, numbers = job.question, job.usual
+    question, numbers = job.request, job.table
     by_axes: dict[int, set[float]] = {}
     for candidate in some(job, 25):
         row = job.grid[candidate.row]
@@ -139,7 +139,7 @@ def test_what_communicators_take_is_known_from_the_mesh(job: PlanningProblem) ->
 
 def test_a_guess_of_what_is_reserved_is_near(job: PlanningProblem) -> None:
     """Where a short model shows no rank over, it shows about what the whole one reserves."""
-    numbers, shares = job.usual, []
+    numbers, shares = job.table, []
     for candidate in some(job, 12):
         guess = job.guess(numbers, candidate)
         measured = job.measure(numbers, candidate, to_the_end=True)
@@ -238,7 +238,7 @@ def test_columns_tell_what_one_event_after_the_other_tells() -> None:
 
 def test_what_is_surely_over_is_known_without_a_guess(job: PlanningProblem) -> None:
     """And whoever asks for the guess after that gets what he would have got before."""
-    numbers, over, again, rng = job.usual, 0, PlanningProblem(job.question), random.Random(1)
+    numbers, over, again, rng = job.table, 0, PlanningProblem(job.request), random.Random(1)
     for candidate in some(job, 8):
         job.capacity = again.capacity = max(candidate.linear_bytes) * rng.choice((1.1, 20))
         is_over = job.is_over(numbers, candidate)

@@ -17,7 +17,7 @@ import pytest
 from meshplan.api.planning import explain, search_plan
 from meshplan.cli.app import main
 from meshplan.layout.mesh import AXES
-from meshplan.planner.objectives.fastest import decide_job
+from meshplan.planner.objectives.fastest import fastest_of
 from meshplan.planner.objectives.layouts import KINDS, kinds_of, with_other_layouts
 from meshplan.planner.solve.search import TOLERANCE
 from meshplan.render.plans.plan import decision_to_json, decision_to_text
@@ -65,7 +65,7 @@ def test_one_data_axis_alone_is_what_its_mesh_gives(job):
     """Beside a chosen plan with tp, the fastest plan of one data axis."""
     path = job()
     problem = job_of(path)
-    decision = decide_job(problem)
+    decision = fastest_of(problem)
     assert kinds_of(decision.chosen.plan) == {"data"}
     with_tp = with_other_layouts(problem, decision)
     other = replace(decision, chosen=of_kind(with_tp, "tp").evaluated)
@@ -132,7 +132,7 @@ def test_a_stopped_search_is_no_proof(job):
     path = job()
     problem = job_of(path)
     decision = search_plan(path)
-    problem.question = replace(problem.question, is_stopped=lambda: True)
+    problem.request = replace(problem.request, is_stopped=lambda: True)
     found = with_other_layouts(problem, decision)
     assert found.other_layouts
     assert not any(each.is_whole for each in found.other_layouts)
@@ -146,7 +146,7 @@ def test_a_stopped_search_is_no_proof(job):
 def test_the_limit_of_the_plan_ends_them(job):
     path = job()
     problem, decision = job_of(path), search_plan(path)
-    problem.question = replace(problem.question, time_limit_s=0.0)
+    problem.request = replace(problem.request, time_limit_s=0.0)
     found = with_other_layouts(problem, decision)
     assert not any(each.is_whole for each in found.other_layouts)
 

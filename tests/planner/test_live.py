@@ -21,13 +21,13 @@ from meshplan.layout.hardware import find_device
 from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.lock.lock import overrides
-from meshplan.planner.objectives.fastest import decide, decide_job
+from meshplan.planner.objectives.fastest import decide, fastest_of
 from meshplan.planner.problem.decision import Decision, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate
 from meshplan.render.plans.sizing import cost_to_json, cost_to_text
 from meshplan.runtime.fake_step.costs import Ask, watch
-from meshplan.runtime.live.planned import question_of_entry
+from meshplan.runtime.live.planned import request_of_entry
 from meshplan.runtime.live.traced import TracedModel
 from tests.helpers import planned
 
@@ -59,7 +59,7 @@ class Asked:
 
     @cached_property
     def decision(self) -> Decision:
-        return decide_job(self.job)
+        return fastest_of(self.job)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def ask(tmp_path_factory):
     def of(name: str, text: str) -> Asked:
         path = tmp_path_factory.mktemp(name) / "plan.yaml"
         path.write_text(text)
-        return Asked(path, *tight(question_of_entry(path, (), None)))
+        return Asked(path, *tight(request_of_entry(path, (), None)))
 
     return lambda name, **fields: of(name, json.dumps(plan_of(name, **fields)))
 
@@ -126,7 +126,7 @@ def test_nothing_that_fits_is_faster(name, ask):
     """Against every row, with every choice of every block, each measured."""
     asked = ask(name, mesh={"dp_shard": 4}, strategy="full_shard", batch={"global": 16})
     job, decision = asked.job, asked.decision
-    numbers = job.usual
+    numbers = job.table
     best, num_fit, num_over = float("inf"), 0, 0
     for row in range(len(numbers.grid)):
         evaluated_plans = [
@@ -184,26 +184,26 @@ def test_what_is_chosen_runs_as_one_process_does(pool, name, ask):
 @pytest.mark.wide
 def test_composed_microbatches_are_those_that_are_traced(name, ask):
     """With any choice of blocks, of a number of samples that was not traced, event by event."""
-    question = ask(name).job.question
+    question = ask(name).job.request
     traced = question.traced
     assert isinstance(traced, TracedModel)
     blocks = question.graph.blocks()
     composer, loop = traced._composer(5), traced._loop(with_micro(question, 5))
     for again in (frozenset(blocks[::2]), frozenset(blocks[:1]), frozenset(blocks)):
-        low, high = composer.work(again)
+        low, high = composer.trace(again)
         (seen,) = watch(
             traced._model, traced._plan, loop.inputs, loop.targets, loop.loss_fn,
             traced._device, [Ask(5, again)],
         )  # fmt: skip
-        least, most, truth = (live_bytes(work) for work in (low, high, seen.work))
+        least, most, truth = (live_bytes(work) for work in (low, high, seen.trace))
         assert max(least) == max(truth) == max(most)
         if low is high:
             assert truth == least
-            assert low.marks == seen.work.marks
+            assert low.hook_points == seen.trace.hook_points
 
 
 def test_what_was_traced_is_not_traced_again(ask, monkeypatch):
-    question = ask("unet").job.question
+    question = ask("unet").job.request
     traced = question.traced
     assert isinstance(traced, TracedModel)
     traced.chain()

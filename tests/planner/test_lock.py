@@ -126,13 +126,13 @@ def _words(plan):
 @contextmanager
 def counting_glances():
     """How often a short model was looked at."""
-    count, look = [0], TruncatedEstimate.glance
+    count, look = [0], TruncatedEstimate.bound
 
     def counted(self, *args, **more):
         count[0] += 1
         return look(self, *args, **more)
 
-    with mock.patch.object(TruncatedEstimate, "glance", counted):
+    with mock.patch.object(TruncatedEstimate, "bound", counted):
         yield count
 
 

@@ -42,19 +42,19 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> PlanningProblem:
 
 def test_figures_from_below_are_below(job: PlanningProblem) -> None:
     """Of the answer that takes the least memory, which is replayed whole."""
-    rng, numbers = random.Random(1), job.usual
+    rng, numbers = random.Random(1), job.table
     bounds, shares = memory_bounds(numbers), []
     decided = np.flatnonzero(numbers.reduction_floor_bytes >= bounds)
     rows = [int(row) for row in rng.sample(list(decided), 5)]
     for row in rows:
         smallest = ConfigSolver(numbers, row, float("inf")).smallest()
         plan = make_plan(
-            job.question.read(overrides(job.stated(numbers, smallest))), job.question.graph
+            job.request.read(overrides(job.stated(numbers, smallest))), job.request.graph
         )
         ranks = int(numbers.grid[row]["pp"])
         step = plan.mesh.world_size // ranks
         held = max(
-            analytic_log_of_rank(plan, place * step, device=job.question.device).pooled_bytes
+            analytic_log_of_rank(plan, place * step, device=job.request.device).pooled_bytes
             for place in range(ranks)
         )
         assert bounds[row] <= held, numbers.grid[row]
@@ -74,7 +74,7 @@ def test_tp_cuts_what_every_block_shares_whatever_its_number(job: PlanningProble
 
 @pytest.mark.wide
 def test_few_blocks_of_each_kind_never_say_more_than_all(job: PlanningProblem) -> None:
-    question, numbers, rng = job.question, job.usual, random.Random(0)
+    question, numbers, rng = job.request, job.table, random.Random(0)
     looks = dict(zip(job.chain.names, job.chain.order, strict=True))
     assert question.shorter is not None
     shortened = 0
@@ -84,7 +84,7 @@ def test_few_blocks_of_each_kind_never_say_more_than_all(job: PlanningProblem) -
         room = max(smallest.linear_bytes) * rng.choice((1.05, 1.3, 2))
         found = solve_config(numbers, row, room) or smallest
         stages, ranks = job.blocks(numbers, found), len(found.linear_bytes)
-        short = shorten(stages, 0, question.shorter, num_ranks=ranks, looks=looks)
+        short = shorten(stages, 0, question.shorter, num_ranks=ranks, kind_of_block=looks)
         if short is None or not short.times:
             continue
         shortened += 1

@@ -13,7 +13,7 @@ from meshplan.cost.profile import without
 from meshplan.errors import PlanError, SpecError
 from meshplan.memory import state_bytes
 from meshplan.planner.lock.lock import overrides
-from meshplan.planner.problem.request import cluster_of, question_of_file
+from meshplan.planner.problem.request import cluster_of, request_of_file
 from meshplan.planner.tables.whole_plan import Costed
 from meshplan.units import format_bytes, format_gib
 from tests.planner.test_planner import LLAMA, PLAN, job
@@ -34,7 +34,7 @@ def test_a_whole_plan_takes_what_the_search_says(job, fields):
     decision = search_plan(path)
     assert decision.chosen is not None
     for evaluated in (decision.chosen, *decision.alternatives):
-        costed = Costed(evaluated.plan, question_of_file(path).cluster)
+        costed = Costed(evaluated.plan, request_of_file(path).cluster)
         assert costed.seconds == pytest.approx(evaluated.seconds, rel=1e-12)
         assert costed.tokens == decision.tokens
 
@@ -44,7 +44,7 @@ def test_blocks_add_up_to_the_step(job):
     path = job(mesh={"dp_shard": 4, "tp": 2}, strategy="full_shard")
     decision = search_plan(path)
     plan = decision.chosen.plan
-    costed = Costed(plan, question_of_file(path).cluster)
+    costed = Costed(plan, request_of_file(path).cluster)
     blocks = [costed.block(name) for name in ("", *plan.graph.blocks())]
     each = sum(block.forward_s + block.backward_s for block in blocks)
     assert plan.accumulate * each + sum(b.update_s for b in blocks) == pytest.approx(costed.seconds)

@@ -26,7 +26,7 @@ def test_what_is_simpler_comes_simplest_first(job, gib, monkeypatch):
     batch = {"global": 32, "seq_len": 8192}
     at = job_of(job(config, batch=batch, activation_checkpointing="auto", **OPEN))
     at.allow(gib * 2**30)
-    numbers = at.usual
+    numbers = at.table
     found = search(numbers, at.capacity, always_fits, slack=SLACK)
     assert found.best is not None
     found.near = found.near[::-1][:: max(1, len(found.near) // 6)]
@@ -70,7 +70,7 @@ def is_product(some):
 def test_the_mesh_of_the_best_is_not_looked_at_again(job):
     """What it holds with other recomputation is the best once more, and takes a measure."""
     at = job_of(job(LLAMA | LARGE, batch={"global": 32, "seq_len": 8192}))
-    numbers = at.usual
+    numbers = at.table
     found = search(numbers, at.capacity, always_fits, slack=SLACK)
     assert found.best is not None
     near = Simplifier(at, numbers, found)

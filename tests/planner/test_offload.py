@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshplan.cost.grid import ACTIVATIONS_THERE, GRID, MODES, OPTIONS, PARAMS_THERE
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST, GRID, MODES, OPTIONS, PARAMS_ON_HOST
 from meshplan.cost.host import crossing, host_rate
 from meshplan.cost.profile import Profile, profile_of
 from meshplan.cost.types import BlockKind, Sent, Tally
@@ -21,7 +21,7 @@ from meshplan.errors import PlanError
 from meshplan.layout.hardware import Cluster, find_device
 from meshplan.memory.answer.hosts import HOST_BYTES_PER_DEVICE
 from meshplan.planner.objectives import offload_variants
-from meshplan.planner.objectives.fastest import decide_job
+from meshplan.planner.objectives.fastest import fastest_of
 from meshplan.planner.objectives.offload_variants import searched
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import solve_config
@@ -55,7 +55,7 @@ def random_job(path: Path, seed: int) -> PlanningProblem:
         memory_bytes_per_s=usual.memory_bytes_per_s * 10 ** rng.uniform(-2, 0),
         launch_s=usual.launch_s * 10 ** rng.uniform(-2, 0),
     )
-    held = memory_bounds(at.usual)
+    held = memory_bounds(at.table)
     at.capacity = float(rng.uniform(0.2, 1.1) * rng.choice(held[np.isfinite(held)]))
     return at
 
@@ -67,10 +67,10 @@ def every_row(at: PlanningProblem) -> CostTable:
     grid = np.concatenate(rows)
     if MODES.index("ddp") not in free.modes:  # Of one data rank only where nothing shards is free.
         grid = grid[grid["dp_shard"] * grid["dp_replicate"] > 1]
-    again = PlanningProblem(at.question, free)
+    again = PlanningProblem(at.request, free)
     again.grid = grid
     again.profile = at.profile
-    return again.usual
+    return again.table
 
 
 def answers(at: PlanningProblem) -> tuple[float, float, int]:
@@ -124,7 +124,7 @@ def test_the_lower_bound_of_a_search_cut_short_holds_for_what_lies_on_the_host(j
     def cut_short(num_looks: int | None) -> SearchResult:
         at = job_of(job(TINY, **small(seed)))
         at.profile = replace(at.profile, pcie_bytes_per_s=1e15, host_bytes_per_s=1e16)
-        held = memory_bounds(at.usual)
+        held = memory_bounds(at.table)
         at.capacity = float(np.quantile(held[np.isfinite(held)], 0.2))
         looks = iter(range(num_looks or 0))
 
@@ -175,7 +175,7 @@ def test_bounds_on_memory_are_below_what_is_replayed(job):
     at = job_of(job(LLAMA))
     at.capacity = float("inf")
     assert offload_variants.add_offload_variants(at)
-    numbers, rng = at.usual, np.random.default_rng(0)
+    numbers, rng = at.table, np.random.default_rng(0)
     grid = numbers.grid
     there = np.flatnonzero(grid["offload"] > 0)
     plain = there[(grid["pp"][there] == 1) & (grid["tp"][there] == 1)]
@@ -205,7 +205,7 @@ HOME: dict[str, Any] = {
 
 
 def test_a_model_that_fits_on_no_device_is_trained_from_the_host(job):
-    decision = decide_job(at := job_of(job(BIG, **HOME)))
+    decision = fastest_of(at := job_of(job(BIG, **HOME)))
     chosen = decision.chosen
     assert chosen is not None
     assert chosen.stated["offload"] == "params"
@@ -219,16 +219,16 @@ def test_a_model_that_fits_on_no_device_is_trained_from_the_host(job):
 
 @pytest.mark.wide
 def test_it_is_not_without_that_nor_where_its_host_cannot_hold_it(job):
-    assert decide_job(job_of(job(BIG, **HOME, offload="none"))).chosen is None
+    assert fastest_of(job_of(job(BIG, **HOME, offload="none"))).chosen is None
     less = HOME | {"hardware": ONE | {"host_memory": "64GiB"}}
-    refused = decide_job(job_of(job(BIG, **less)))
+    refused = fastest_of(job_of(job(BIG, **less)))
     assert refused.chosen is None
     assert any(each.why.endswith("more than its 64.0 GiB") for each in refused.rejected)
 
 
 @pytest.mark.wide
 def test_what_fits_without_is_planned_without(job):
-    plans = [decide_job(job_of(job(offload=word))) for word in (None, "none", "auto")]
+    plans = [fastest_of(job_of(job(offload=word))) for word in (None, "none", "auto")]
     assert "offload" not in plans[0].chosen.stated
     without = {key: v for key, v in plans[0].chosen.stated.items() if key != "offload"}
     for each in plans[1:]:
@@ -249,7 +249,7 @@ def test_what_fits_without_is_planned_without(job):
 )  # fmt: skip
 def test_what_has_no_figures_is_refused(job, fields, what):
     with pytest.raises(PlanError, match=what):
-        decide_job(job_of(job(**fields)))
+        fastest_of(job_of(job(**fields)))
 
 
 @pytest.mark.wide
@@ -257,7 +257,7 @@ def test_what_is_stated_is_held(job):
     for stated, what in (("params", 1), ({"activations": True}, 2),
                          ({"params": True, "activations": True}, 3)):  # fmt: skip
         at = job_of(job(offload=stated, hardware=EIGHT))
-        found = decide_job(at)
+        found = fastest_of(at)
         assert set(at.grid["offload"]) <= {what, what | 1 if what == 2 else what, what | 2}
         assert found.chosen is not None
         assert found.chosen.plan.assignment.host_activations or not what & 2
@@ -269,7 +269,7 @@ def test_what_is_stated_is_held(job):
 def test_weights_that_stages_share_keep_pipelines_from_it(job):
     tied = LLAMA | {"tie_word_embeddings": True}
     at = job_of(job(tied, offload="params", hardware=EIGHT))
-    assert not at.free.stages_there
+    assert not at.free.stages_may_offload
     assert set(at.grid["pp"]) == {1}
     assert set(job_of(job(offload="params", hardware=EIGHT)).grid["pp"]) > {1}
 
@@ -280,7 +280,7 @@ def test_a_crossing_takes_what_its_bytes_do():
     at["dp_shard"], at["mode"], at["schedule"] = 4, MODES.index("shard"), 0
     at["micro"], at["microbatches"] = 2, 1
     kind, profile = some_kind(), some_profile()
-    at["offload"] = PARAMS_THERE
+    at["offload"] = PARAMS_ON_HOST
     there, back, waited = crossing(at, kind, profile, 2, 4)
     share = 4 * 1000 / 4
     assert there[0] == pytest.approx(share / profile.pcie_bytes_per_s)
@@ -291,7 +291,7 @@ def test_a_crossing_takes_what_its_bytes_do():
     added = 3 * share / (profile.host_bytes_per_s / 2)
     assert back[0] == 0
     assert waited[0] == pytest.approx(there[0] + added)
-    at["offload"] = ACTIVATIONS_THERE
+    at["offload"] = ACTIVATIONS_ON_HOST
     there, back, waited = crossing(at, kind, profile, 2, 4)
     assert (there[0], back[0]) == (0, 0)
     assert waited[0] == pytest.approx(2 * 2 * 64 / profile.pcie_bytes_per_s)
@@ -301,8 +301,8 @@ def some_kind() -> BlockKind:
     work, sent = Tally(), Sent()
     return BlockKind(
         name="layers.0", has_options=True, numels=(400, 600), forward=work, backward=work,
-        again=(work, work, work), sent_forward=sent, sent_backward=sent,
-        sent_again=(sent, sent, sent), saved_bytes=(0, 0, 0), transient_bytes=(0, 0, 0),
+        recompute=(work, work, work), sent_forward=sent, sent_backward=sent,
+        sent_recompute=(sent, sent, sent), saved_bytes=(0, 0, 0), transient_bytes=(0, 0, 0),
         boundary_bytes=64,
     )  # fmt: skip
 
@@ -317,7 +317,7 @@ def test_a_plan_says_no_more_than_it_must():
         more = {} if stated is None else {"offload": stated}
         return offload_words(load_spec({"version": 1, "strategy": "full_shard"} | more), what)
 
-    assert words(None, 0) == words("none", 0) == words("params", PARAMS_THERE) == {}
+    assert words(None, 0) == words("none", 0) == words("params", PARAMS_ON_HOST) == {}
     assert words("auto", 0) == {"offload": "none"}
     assert words(None, 1) == words("auto", 1) == {"offload": "params"}
     both = {"offload": {"params": True, "activations": True}}

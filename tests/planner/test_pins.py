@@ -11,7 +11,7 @@ from meshplan.api import checking
 from meshplan.api.planning import search_plan
 from meshplan.errors import PlanError
 from meshplan.planner.lock.lock import overrides
-from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.request import request_of_file
 from meshplan.planner.solve.config import ConfigSolver, solve_config
 from meshplan.planner.space.fixed_stages import LAST, FixedStages
 from meshplan.planner.space.space import EmptySpaceError
@@ -36,7 +36,7 @@ def chosen_of(path):
     for evaluated in (decision.chosen, *decision.alternatives):
         again = checking.estimate_memory(path, overrides(evaluated.stated))
         assert again.worst.band == evaluated.memory.worst.band
-        costed = Costed(evaluated.plan, question_of_file(path).cluster)
+        costed = Costed(evaluated.plan, request_of_file(path).cluster)
         assert costed.seconds == pytest.approx(evaluated.seconds, rel=1e-9)
     return decision, [decision.chosen, *decision.alternatives]
 
@@ -83,7 +83,7 @@ def test_cuts_with_stages_that_are_stated_are_the_best(job):
     at = job_of(job(config, mesh={"pp": 3, "dp_shard": "auto"}, strategy=None, rules=rules,
                     hardware=PLAN["hardware"] | {"nodes": 3},
                     batch={"global": 12, "seq_len": 128}))  # fmt: skip
-    numbers = at.usual
+    numbers = at.table
     places = len(numbers.order)
     for row in range(len(numbers.grid)):
         found = solve_config(numbers, row, at.capacity)

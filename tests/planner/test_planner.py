@@ -20,11 +20,11 @@ from meshplan.errors import MeshplanError, PlanError, SpecError
 from meshplan.model.blueprint import from_config
 from meshplan.planner.lock.lock import lock_path, overrides, read, write
 from meshplan.planner.objectives.complete import complete_spec
-from meshplan.planner.objectives.fastest import decide_job
+from meshplan.planner.objectives.fastest import fastest_of
 from meshplan.planner.problem.decision import Evaluated
 from meshplan.planner.problem.overrides import BlockChoice, patterns
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.problem.request import question_of
+from meshplan.planner.problem.request import request_of
 from meshplan.planner.solve.config import Candidate, solve_config
 from meshplan.spec.reader import load_spec
 from tests.helpers import models
@@ -74,7 +74,7 @@ def job_of(path: Path) -> PlanningProblem:
         return load_spec(path, more)
 
     graph = from_config(path.with_name("config.json"))
-    return PlanningProblem(question_of(load, graph))
+    return PlanningProblem(request_of(load, graph))
 
 
 def test_nothing_that_fits_is_faster(job):
@@ -83,8 +83,8 @@ def test_nothing_that_fits_is_faster(job):
     hardware = PLAN["hardware"] | {"headroom": 0.94}  # Leaves 4.7 GiB.
     batch = {"global": 64, "seq_len": 1024, "micro": 8}
     at = job_of(job(config, mesh={"dp_shard": 8}, strategy=None, hardware=hardware, batch=batch))
-    decision = decide_job(at)
-    numbers = at.numbers(at.profile)
+    decision = fastest_of(at)
+    numbers = at.table_at(at.profile)
     best, num_fit, num_over = float("inf"), 0, 0
     blocks = numbers.order.count(1)
     for row in range(len(numbers.grid)):
@@ -124,7 +124,7 @@ def test_bounds_on_memory_are_below_what_is_replayed(job, size, near):
     """What rules a row out must never be above the truth, nor far below where sizes are real."""
     at = job_of(job(LLAMA | size))
     at.capacity = float("inf")
-    numbers = at.numbers(at.profile)
+    numbers = at.table_at(at.profile)
     rng = np.random.default_rng(0)
     shares = []
     grid = numbers.grid
@@ -151,13 +151,13 @@ def test_a_plan_of_a_configuration_is_that_configuration(job):
     """In every mode, in mixed precision, where FSDP2 runs ddp too; with and without a pipeline."""
     at = job_of(job())
     at.capacity = float("inf")
-    grid, seen = at.usual.grid, set()
+    grid, seen = at.table.grid, set()
     for row in np.flatnonzero((grid["tp"] == 1) & (grid["cp"] == 1)):
         key = (int(grid["mode"][row]), int(grid["pp"][row]) > 1)
         if key in seen:
             continue
-        candidate = solve_config(at.usual, int(row), float("inf"))
-        measured = at.measure(at.usual, candidate)
+        candidate = solve_config(at.table, int(row), float("inf"))
+        measured = at.measure(at.table, candidate)
         if isinstance(measured.result, Evaluated):
             seen.add(key)
             assert plan_as_config(measured.result.plan)[0] == grid[row]
@@ -409,9 +409,9 @@ def test_what_stages_hand_on_takes_its_time(job):
     once = {}
     for speed in (50, 5):
         at = job_of(job(hardware=PLAN["hardware"] | {"inter": f"{speed}GB/s"}))
-        grid = at.usual.grid
+        grid = at.table.grid
         rows = (grid["pp"] == 2) & (grid["tp"] == 1) & (grid["micro"] == 4)
-        once[speed], flat = at.usual.once_s[rows], at.usual.once_s[grid["pp"] == 1]
+        once[speed], flat = at.table.once_s[rows], at.table.once_s[grid["pp"] == 1]
         assert not flat.any()
     sent = 4 * 1024 * LLAMA["hidden_size"] * 2
     assert (once[5] - once[50] >= 2 * sent * (1 / 5e9 - 1 / 50e9)).all()
@@ -421,7 +421,7 @@ def test_what_stages_hand_on_takes_its_time(job):
 def test_what_stages_hand_on_is_held_until_its_gradient_comes(job, seq_len):
     """The hidden states of one microbatch, however many bytes; nothing without stages."""
     at = job_of(job(batch={"global": 64, "seq_len": seq_len}))
-    grid, sent = at.usual.grid, at.usual.sent
+    grid, sent = at.table.grid, at.table.sent
     rows = (grid["pp"] > 1) & (grid["tp"] == 1)
     assert len({*grid["micro"][rows]}) > 1
     assert (sent[rows] == grid["micro"][rows] * (seq_len * LLAMA["hidden_size"] * 2.0)).all()

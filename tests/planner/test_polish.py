@@ -70,7 +70,7 @@ def test_what_fits_by_its_moments_is_found(block: int) -> None:
             return ReplayedMemory(fits=True, is_of_row=False)
 
         kinds = [SimpleNamespace(has_options=kind > 0) for kind in range(3)]
-        chain = SimpleNamespace(kinds=kinds, turns=turns)
+        chain = SimpleNamespace(kinds=kinds, backward_bytes=turns)
         job = cast(Any, SimpleNamespace(chain=chain, capacity=capacity, measure=measure))
         found = SearchResult()
         refine(cast(PlanningProblem, job), numbers, found)
@@ -85,6 +85,6 @@ def test_what_fits_by_its_moments_is_found(block: int) -> None:
         held = (numbers.saved[row] + numbers.resident[row])[option_counts > 0] @ option_counts[
             option_counts > 0
         ]
-        last_stage_extra_bytes = numbers.on_top(row, 0)
+        last_stage_extra_bytes = numbers.extra_bytes(row, 0)
         assert found.best.linear_bytes == pytest.approx((float(held) + last_stage_extra_bytes,))
     assert answers > 3

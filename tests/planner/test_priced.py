@@ -19,7 +19,7 @@ from meshplan.api.planning import search_plan
 from meshplan.cli.app import main
 from meshplan.errors import Origin
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.request import request_of_file
 from meshplan.planner.tables.whole_plan import Costed
 from meshplan.runtime.estimate.request import EstimateRequest
 from meshplan.runtime.estimate.scale_down import ModelSource
@@ -127,7 +127,7 @@ def test_a_model_as_it_runs_takes_as_long_as_its_config_says(layout, more, write
     batch = {"micro": 8, "accumulate": 1, "seq_len": 1024}
     stated = {"batch": batch, "input": {"shape": [8, 1024], "dtype": "int64"}, **more}
     path = write(plan_of(layout, **stated) | {"model": {"config": "config.json"}})
-    question = question_of_file(path)
+    question = request_of_file(path)
     by_config = Costed(checking.decide(path), question.cluster)
     source = ModelSource(
         entry="", origin=Origin(path), config=AutoConfig.for_model(**LLAMA),
@@ -149,7 +149,7 @@ def test_a_model_as_it_runs_takes_as_long_as_its_config_says(layout, more, write
             assert sum(of_run.numels) == sum(of_rules.numels)
     # Rules leave out kernels of DTensor, and small ones of transformers.
     assert as_run.seconds == pytest.approx(by_config.seconds, rel=0.15)
-    job = PlanningProblem(question_of_file(path, ["mesh={dp_shard: 4}", "strategy=full_shard"]))
+    job = PlanningProblem(request_of_file(path, ["mesh={dp_shard: 4}", "strategy=full_shard"]))
     assert found.flops == pytest.approx(job.flops_of_sample, rel=0.01)
 
 

@@ -15,7 +15,7 @@ from meshplan.planner.answers.stated import Statement, statements_of, without
 from meshplan.planner.lock.lock import lock_path, overrides
 from meshplan.planner.objectives.offload_variants import fastest_that_fits
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.request import request_of_file
 from meshplan.render.plans.trouble import trouble_to_text
 from meshplan.spec.reader import load_spec
 from tests.planner.test_planner import LLAMA, OPEN, job
@@ -61,7 +61,7 @@ def fits(question, dropped):
 
 @pytest.mark.parametrize("fields", MOST)
 def test_the_conflict_is_real_and_the_least(job, fields):
-    question = question_of_file(job(WIDE, **fields))
+    question = request_of_file(job(WIDE, **fields))
     trouble = trouble_of(question)
     every = statements_of(question.read(()))
     kept = trouble.conflict
@@ -77,7 +77,7 @@ def test_the_conflict_is_real_and_the_least(job, fields):
 def test_every_remedy_is_a_plan(job, fields):
     """With its setting in the file, and nothing else changed, `meshplan plan` finds as much."""
     path = job(WIDE, **fields)
-    trouble = trouble_of(question_of_file(path))
+    trouble = trouble_of(request_of_file(path))
     assert trouble.remedies
     keys = [(each.num_gpus, each.evaluated.seconds) for each in trouble.remedies]
     assert keys == sorted(keys)
@@ -98,7 +98,7 @@ def test_more_devices_are_the_fewest_that_do(job):
     large = WIDE | {"hidden_size": 4096, "intermediate_size": 11008,
                     "num_attention_heads": 32, "num_key_value_heads": 8}  # fmt: skip
     path = job(large, **fields)
-    asked = _Asking(question_of_file(path), lambda text: None)
+    asked = _Asking(request_of_file(path), lambda text: None)
     asked._deadline = float("inf")
     (more,) = asked._by_devices()
     assert more.change == "12 GPUs (3 nodes of 4)"
@@ -109,7 +109,7 @@ def test_more_devices_are_the_fewest_that_do(job):
 def test_nothing_stated_and_nothing_fits(job):
     path = job(mesh=None, strategy=None, hardware=tight(0.985),
                batch={"global": 4, "seq_len": 1024})  # fmt: skip
-    trouble = trouble_of(question_of_file(path))
+    trouble = trouble_of(request_of_file(path))
     assert trouble.conflict == ()
     assert trouble.is_hopeless
 
@@ -178,7 +178,7 @@ def test_a_trouble_on_paper():
 
 def test_time_that_is_up_claims_nothing(job):
     path = job(WIDE, **CASES[0], solve={"time_limit": "0.000001s"})
-    trouble = trouble_of(question_of_file(path))
+    trouble = trouble_of(request_of_file(path))
     assert not trouble.is_whole
     assert not trouble.is_least
     assert trouble.remedies == ()

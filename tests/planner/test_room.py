@@ -15,7 +15,7 @@ from meshplan.errors import SpecError
 from meshplan.planner.lock.lock import read, spec_hash, write
 from meshplan.planner.objectives.simplify import SLACK
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.request import request_of_file
 from meshplan.planner.solve.search import TOLERANCE
 from meshplan.planner.space.enumeration import enumerate_grid
 from meshplan.spec.reader import load_spec
@@ -61,7 +61,7 @@ def test_the_space_is_all_that_could_be_stated(job, mesh, headroom):
     held = [
         search_plan(path, [*at, f"loss_chunks={chunks}", f"allocator={allocator}"]).best_s
         for chunks, allocator in itertools.product(
-            PlanningProblem(question_of_file(path, at)).free.loss_chunks, ("default", "expandable")
+            PlanningProblem(request_of_file(path, at)).free.loss_chunks, ("default", "expandable")
         )
     ]
     assert free.best_s == pytest.approx(min(held), rel=2 * TOLERANCE)
@@ -90,9 +90,7 @@ def test_what_is_stated_is_kept(job):
         assert "loss_chunks" not in decision.chosen.stated
         if len(more) == 2:
             assert spec.allocator == "default"
-    assert set(PlanningProblem(question_of_file(path, ["loss_chunks=6"])).grid["loss_chunks"]) == {
-        6
-    }
+    assert set(PlanningProblem(request_of_file(path, ["loss_chunks=6"])).grid["loss_chunks"]) == {6}
 
 
 def test_what_lies_on_the_host_unasked_is_said_first(job, capsys):
@@ -137,7 +135,7 @@ def test_a_lock_cannot_change_what_is_stated(job):
 
 def test_what_a_loss_in_parts_does_not_go_with_is_not_tried_with_it(job):
     """Neither in a pipeline, nor over parts of the sequence, nor over parts of the vocabulary."""
-    grid = enumerate_grid(PlanningProblem(question_of_file(job(**OPEN))).free)
+    grid = enumerate_grid(PlanningProblem(request_of_file(job(**OPEN))).free)
     spread = (grid["pp"] > 1) | (grid["cp"] > 1) | (grid["tp"] > 1)
     assert spread.any()
     assert (grid["loss_chunks"][spread] == 1).all()

@@ -26,9 +26,9 @@ from meshplan.layout.schedules import SCHEDULES
 from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.lock.lock import overrides
-from meshplan.planner.objectives.fastest import decide_job
+from meshplan.planner.objectives.fastest import fastest_of
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.request import request_of_file
 from meshplan.planner.solve.config import Candidate, ConfigSolver, solve_config
 from meshplan.planner.tables.memory_bounds import is_late
 from meshplan.planner.tables.whole_plan import Costed
@@ -49,14 +49,14 @@ def write(tmp_path: Path) -> Any:
             "precision": "bf16-mixed", "batch": {"global": 64, "seq_len": 512}, **more,
         }  # fmt: skip
         (tmp_path / "plan.yaml").write_text(json.dumps(plan))
-        return PlanningProblem(question_of_file(tmp_path / "plan.yaml"))
+        return PlanningProblem(request_of_file(tmp_path / "plan.yaml"))
 
     return job
 
 
 def some(job: PlanningProblem, count: int) -> Iterator[tuple[Candidate, Plan]]:
     """Random rows with several stages a rank, in little memory or as little as can be."""
-    rng, numbers = random.Random(0), job.usual
+    rng, numbers = random.Random(0), job.table
     several = np.flatnonzero(job.grid["virtual"] > 1)
     scatters = is_late(job.grid) & (job.grid["mode"] == MODES.index("shard"))
     scattered = np.flatnonzero(scatters & ~in_halves(job.grid))
@@ -66,7 +66,7 @@ def some(job: PlanningProblem, count: int) -> Iterator[tuple[Candidate, Plan]]:
         room = max(smallest.linear_bytes) * rng.choice((1.01, 1.2, 1.5, 3))
         found = solve_config(numbers, row, room) or smallest
         stated = job.stated(numbers, found)
-        yield found, make_plan(job.question.read(overrides(stated)), job.question.graph)
+        yield found, make_plan(job.request.read(overrides(stated)), job.request.graph)
 
 
 def test_the_space_has_every_even_number_of_stages(write: Any) -> None:
@@ -91,10 +91,10 @@ def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(write: Any) 
         word = SCHEDULE_WORDS[config["schedule"]]
         assert (stages.schedule, stages.virtual) == (word, config["virtual"])
         assert stages.num == len(candidate.ends) - 1
-        assert Costed(plan, job.question.cluster).seconds == pytest.approx(candidate.seconds)
+        assert Costed(plan, job.request.cluster).seconds == pytest.approx(candidate.seconds)
         for place in (0, stages.num_ranks - 1):
             rank = place * (plan.mesh.world_size // stages.num_ranks)
-            live = analytic_log_of_rank(plan, rank, device=job.question.device).pooled_bytes
+            live = analytic_log_of_rank(plan, rank, device=job.request.device).pooled_bytes
             assert candidate.linear_bytes[place] <= live
             shares.append(candidate.linear_bytes[place] / live)
     assert np.median(shares) > 0.6
@@ -104,18 +104,18 @@ def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(write: Any) 
 def test_gradients_that_no_rank_shares_are_charged_once(write: Any, precision: str) -> None:
     """Without data ranks, and with nothing cast, FSDP2 has no units: they lie in one place."""
     job = write(precision=precision)
-    grid, numbers = job.grid, job.usual
+    grid, numbers = job.grid, job.table
     is_alone = (grid["dp_replicate"] * grid["dp_shard"] * grid["cp"] == 1) & (grid["pp"] > 1)
     shares = []
     for row in map(int, np.flatnonzero(is_alone & (grid["micro"] < 4))[::4]):
         found = ConfigSolver(numbers, row, float("inf")).smallest()
-        plan = make_plan(job.question.read(overrides(job.stated(numbers, found))),
-                         job.question.graph)  # fmt: skip
+        plan = make_plan(job.request.read(overrides(job.stated(numbers, found))),
+                         job.request.graph)  # fmt: skip
         assert bool(plan.assignment.units) == (precision == "bf16-mixed")
         pp, world = plan.mesh.size("pp"), plan.mesh.world_size
         for place in (pp // 2, pp - 1):
             held = analytic_log_of_rank(
-                plan, place * world // pp, device=job.question.device
+                plan, place * world // pp, device=job.request.device
             ).pooled_bytes
             assert found.linear_bytes[place] <= held
             shares.append(found.linear_bytes[place] / held)
@@ -144,8 +144,8 @@ def test_a_played_step_takes_about_as_long_as_told(write: Any) -> None:
 
 def test_links_that_are_slower_than_stages_are_what_takes_the_time(write: Any) -> None:
     job = write()
-    slow = replace(profile_of(job.question.cluster), inter_bytes_per_s=1e8, intra_bytes_per_s=1e8)
-    numbers = job.numbers(slow)
+    slow = replace(profile_of(job.request.cluster), inter_bytes_per_s=1e8, intra_bytes_per_s=1e8)
+    numbers = job.table_at(slow)
     rows = np.flatnonzero(job.grid["virtual"] > 1)
     for row in map(int, rows[:: len(rows) // 10]):
         one = solve_config(numbers, row, float("inf"))
@@ -198,10 +198,10 @@ def test_it_is_chosen_where_a_bubble_is_what_costs(write: Any) -> None:
     """Few microbatches: with more stages a rank waits less."""
     mesh = {"pp": 4, "dp_shard": 4}
     job = write(mesh=mesh, batch={"global": 16, "seq_len": 512}, pipeline={"schedule": "auto"})
-    decision = decide_job(job)
+    decision = fastest_of(job)
     assert decision.chosen is not None
     assert decision.chosen.stated["pipeline.schedule"] == HALVED
-    alone = decide_job(write(mesh=mesh, batch={"global": 16, "seq_len": 512}, pipeline={}))
+    alone = fastest_of(write(mesh=mesh, batch={"global": 16, "seq_len": 512}, pipeline={}))
     assert alone.chosen is not None
     assert decision.chosen.seconds < 0.97 * alone.chosen.seconds
 
@@ -230,5 +230,5 @@ def test_nothing_runs_again_nor_is_given_back_in_halves(write: Any) -> None:
     rows = np.flatnonzero(job.grid["schedule"] == SCHEDULE_WORDS.index(HALVED))
     assert not job.grid["offload"][rows].any()
     options = {n for n, each in enumerate(OPTIONS) if each == (0, 0)}
-    found = np.argwhere(np.isfinite(job.usual.seconds[rows]))
+    found = np.argwhere(np.isfinite(job.table.seconds[rows]))
     assert {int(option) for *_, option in found} == options

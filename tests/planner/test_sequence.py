@@ -21,7 +21,7 @@ from meshplan.plan.plan import make_plan
 from meshplan.planner.answers.explain import Asker
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.request import request_of_file
 from meshplan.planner.solve.config import ConfigSolver, solve_config
 from meshplan.planner.space.space import EmptySpaceError
 from meshplan.planner.tables.whole_plan import Costed
@@ -38,7 +38,7 @@ def job_of(folder: Path, config: dict[str, Any] = LLAMA, **more: Any) -> Plannin
         "precision": "bf16-mixed", "batch": {"global": 16, "seq_len": 2048}, **more,
     }  # fmt: skip
     (folder / "plan.yaml").write_text(json.dumps(plan))
-    return PlanningProblem(question_of_file(folder / "plan.yaml"))
+    return PlanningProblem(request_of_file(folder / "plan.yaml"))
 
 
 def test_it_is_cut_wherever_tp_is_and_as_stated(tmp_path: Path) -> None:
@@ -70,16 +70,16 @@ def test_halves_of_parts_hold_no_less_than_is_charged(tmp_path: Path, precision:
     is_split = (grid["tp"] > 1) & (grid["schedule"] == SCHEDULE_WORDS.index(ZERO_BUBBLE))
     rows = [int(row) for row in np.flatnonzero(is_split)]
     for row in rng.sample(rows, 10):
-        smallest = ConfigSolver(job.usual, row, float("inf")).smallest()
-        found = solve_config(job.usual, row, max(smallest.linear_bytes) * rng.choice((1.01, 2)))
+        smallest = ConfigSolver(job.table, row, float("inf")).smallest()
+        found = solve_config(job.table, row, max(smallest.linear_bytes) * rng.choice((1.01, 2)))
         plan = make_plan(
-            job.question.read(overrides(job.stated(job.usual, found or smallest))),
-            job.question.graph,
+            job.request.read(overrides(job.stated(job.table, found or smallest))),
+            job.request.graph,
         )
         assert plan.assignment.crossings
         pp, world = plan.mesh.size("pp"), plan.mesh.world_size
         for place, bound in enumerate((found or smallest).linear_bytes):
-            log = analytic_log_of_rank(plan, place * world // pp, device=job.question.device)
+            log = analytic_log_of_rank(plan, place * world // pp, device=job.request.device)
             assert bound <= log.pooled_bytes
             shares.append(bound / log.pooled_bytes)
     assert np.median(shares) > 0.7
@@ -95,16 +95,16 @@ def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(
     rows = [int(r) for r in np.flatnonzero((grid["tp"] > 1) & ((grid["pp"] > 1) == stages))]
     shares = []
     for row in rng.sample(rows, 8):
-        smallest = ConfigSolver(job.usual, row, float("inf")).smallest()
-        found = solve_config(job.usual, row, max(smallest.linear_bytes) * rng.choice((1.01, 2)))
+        smallest = ConfigSolver(job.table, row, float("inf")).smallest()
+        found = solve_config(job.table, row, max(smallest.linear_bytes) * rng.choice((1.01, 2)))
         found = found or smallest
-        stated = job.stated(job.usual, found)
+        stated = job.stated(job.table, found)
         assert stated["sequence_parallel"] is True
-        plan = make_plan(job.question.read(overrides(stated)), job.question.graph)
-        assert Costed(plan, job.question.cluster).seconds == pytest.approx(found.seconds)
+        plan = make_plan(job.request.read(overrides(stated)), job.request.graph)
+        assert Costed(plan, job.request.cluster).seconds == pytest.approx(found.seconds)
         pp, world = plan.mesh.size("pp"), plan.mesh.world_size
         for place, bound in enumerate(found.linear_bytes):
-            log = analytic_log_of_rank(plan, place * world // pp, device=job.question.device)
+            log = analytic_log_of_rank(plan, place * world // pp, device=job.request.device)
             assert bound <= log.pooled_bytes
             shares.append(bound / log.pooled_bytes)
     assert np.median(shares) > 0.6
@@ -125,7 +125,7 @@ def test_parts_cost_less_than_whole_activations(tmp_path: Path) -> None:
 @pytest.mark.wide
 def test_why_it_is_cut_is_said_in_seconds(tmp_path: Path) -> None:
     job_of(tmp_path, mesh={"dp_shard": 2, "tp": 4})
-    asker = Asker(question_of_file(tmp_path / "plan.yaml"))
+    asker = Asker(request_of_file(tmp_path / "plan.yaml"))
     whole = asker.why_not("sequence_parallel=false")
     assert whole.seconds is not None
     assert whole.base_s is not None
@@ -134,5 +134,5 @@ def test_why_it_is_cut_is_said_in_seconds(tmp_path: Path) -> None:
     assert not whole.evaluated.plan.assignment.crossings
     assert asker.why_not("sequence_parallel=true").seconds == whole.base_s
     job_of(tmp_path, sequence_parallel=False)
-    stated = Asker(question_of_file(tmp_path / "plan.yaml"))
+    stated = Asker(request_of_file(tmp_path / "plan.yaml"))
     assert stated.why_not("sequence_parallel=true").why == "the plan states it"

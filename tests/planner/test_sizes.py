@@ -22,7 +22,7 @@ from meshplan.planner.objectives.memory import LeastMemory, least_rows
 from meshplan.planner.objectives.num_devices import Size, _Fewest, fewest, positive, with_nodes
 from meshplan.planner.problem.decision import Evaluated
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.request import request_of_file
 from meshplan.planner.solve.config import Candidate, ConfigSolver, solve_config
 from meshplan.planner.solve.result import ReplayedMemory
 from meshplan.planner.tables.cost_table import memory_bounds
@@ -41,9 +41,9 @@ def test_the_least_memory_of_all(job):
     """Against every configuration, each with every option for all blocks."""
     path = job(SMALL, mesh=DATA, hardware=ONE, batch={"global": 16, "seq_len": 512},
                solve={"objective": "memory"})  # fmt: skip
-    question = question_of_file(path)
+    question = request_of_file(path)
     at = PlanningProblem(question)
-    numbers = at.usual
+    numbers = at.table
     least = math.inf
     for row in range(len(numbers.grid)):
         for option in range(len(OPTIONS)):
@@ -67,7 +67,7 @@ def test_the_least_memory_of_all(job):
 def test_what_holds_more_than_it_seems_is_passed_by(job):
     """Whatever the real bytes are above the linear ones, the least of all is found."""
     path = job(SMALL, hardware=ONE, batch={"global": 16, "seq_len": 512})
-    numbers = PlanningProblem(question_of_file(path)).usual
+    numbers = PlanningProblem(request_of_file(path)).table
     for seed in range(8):
         rng = np.random.default_rng(seed)
         share = rng.uniform(1, 1.5, len(numbers.grid))
@@ -81,9 +81,9 @@ def test_what_holds_more_than_it_seems_is_passed_by(job):
             return ReplayedMemory(fits=True, result=evaluated)
 
         fake = SimpleNamespace(
-            usual=numbers, measure=measure, widened=float, allow=lambda limit: None,
+            table=numbers, measure=measure, widened=float, allow=lambda limit: None,
             free=SimpleNamespace(allocators=("default",)),
-            question=SimpleNamespace(is_stopped=lambda: False),
+            request=SimpleNamespace(is_stopped=lambda: False),
         )  # fmt: skip
         found = LeastMemory(fake, math.inf)
         every = least_rows(numbers.grid, memory_bounds(numbers), math.inf)
@@ -108,10 +108,10 @@ def test_sizes_that_are_not_in_order(monkeypatch, job):
 
     monkeypatch.setattr(_Fewest, "_size", size)
     monkeypatch.setattr(_Fewest, "_first", lambda self: 1)
-    found = fewest(question_of_file(path), 1e6, 2.0)
+    found = fewest(request_of_file(path), 1e6, 2.0)
     assert (found.answer.nodes, found.is_fewest) == (3, True)
     assert len(asked) == len(set(asked))
-    question = replace(question_of_file(path), is_stopped=lambda: True)
+    question = replace(request_of_file(path), is_stopped=lambda: True)
     found = fewest(question, 1e6, 2.0)
     assert (found.answer, found.is_fewest) == (None, False)
 
@@ -124,7 +124,7 @@ def test_memory_that_nothing_fits_into(job):
 
 def test_a_frontier_is_of_plans_that_beat_each_other(job):
     path = job(SMALL, mesh=DATA, hardware=ONE, batch={"global": 16, "seq_len": 512})
-    question = question_of_file(path)
+    question = request_of_file(path)
     evaluated_plans, is_whole = frontier(question)
     assert is_whole
     assert len(evaluated_plans) >= 3
@@ -159,7 +159,7 @@ def test_the_cheapest_number_of_nodes(job):
     cheap = search_plan(path)
     hours = {}
     for nodes in (1, 2, 4):
-        question = with_nodes(question_of_file(path), nodes)
+        question = with_nodes(request_of_file(path), nodes)
         hours[nodes] = decide(question).chosen.seconds * nodes
     best = min(hours, key=hours.get)
     assert best < 4
@@ -175,7 +175,7 @@ def test_the_cheapest_number_of_nodes(job):
 def test_the_fewest_nodes_in_time(job):
     """Every smaller number of nodes is too slow, by a plan of its own or by its bound."""
     path = job(SMALL, hardware=ONE, batch={"global": 48, "seq_len": 512}, mesh=DATA)
-    question = question_of_file(path)
+    question = request_of_file(path)
     step = 48 * 512
     days = {}
     for nodes in (1, 2, 3, 4, 6):

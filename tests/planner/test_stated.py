@@ -19,7 +19,7 @@ from meshplan.planner.answers.infeasible import _Asking
 from meshplan.planner.answers.stated import Statement, statements_of, without
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.request import request_of_file
 from meshplan.spec.reader import load_spec
 from meshplan.spec.spec import Context, Spec
 from tests.planner.test_experts import MIXTRAL
@@ -207,7 +207,7 @@ def test_what_allows_more_may_be_what_fits(job: Any) -> None:
     mesh, context = {"cp": 8}, {"attention": "all_gather"}
     hardware = tight(0.5) | {"gpus_per_node": 8}
     path = job(**USUAL | {"mesh": mesh, "context": context, "hardware": hardware})
-    question = question_of_file(path)
+    question = request_of_file(path)
     assert len(PlanningProblem(question).grid)
     (word,) = (each for each in statements_of(question.read(())) if each.path == "context")
     assert word.allows_more
@@ -220,10 +220,10 @@ def test_what_allows_more_may_be_what_fits(job: Any) -> None:
 
 def test_a_key_without_a_value_states_nothing(job: Any) -> None:
     path = job(**USUAL | {"mesh": "auto"})
-    usual = PlanningProblem(question_of_file(path)).free
+    usual = PlanningProblem(request_of_file(path)).free
     for key in ("sequence_parallel", "tp_plan", "activation_checkpointing"):
         assert key not in load_spec(path, [f"{key}="]).origins
-        assert PlanningProblem(question_of_file(path, [f"{key}="])).free == usual
+        assert PlanningProblem(request_of_file(path, [f"{key}="])).free == usual
     assert load_spec(path, ["context.attention="]).context == Context()
 
 
@@ -241,4 +241,4 @@ def test_what_the_planner_would_overrule_is_refused(
     job: Any, fields: dict[str, Any], what: str
 ) -> None:
     with pytest.raises(PlanError, match=what):
-        PlanningProblem(question_of_file(job(**USUAL | fields)))
+        PlanningProblem(request_of_file(job(**USUAL | fields)))

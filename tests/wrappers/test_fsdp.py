@@ -172,7 +172,7 @@ def played(hooks: list[Event]) -> list[Event]:
         if kind == "begin":
             is_last, in_backward = name == "True", False
             for unit in units.states.values():
-                unit.gives_back = is_last or unit.reshards
+                unit.reshards_after_backward = is_last or unit.reshards
         elif kind == "end":
             units.end_of_backward(is_last=is_last)
         elif kind == "after_forward":

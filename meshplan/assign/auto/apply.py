@@ -37,7 +37,7 @@ def apply_derived(graph: ModelGraph, derived: Derived, out: TensorParallel) -> N
             if fqn in written:
                 out.styles[fqn] = replace(style, is_written=True)
     # For proved modules, replace attributes found by name with those found by rehearsals.
-    proved = {fqn.rpartition(".")[0] for fqn, said in derived.preset.items() if said.word != "R"}
+    proved = {fqn.rpartition(".")[0] for fqn, entry in derived.preset.items() if entry.word != "R"}
     out.attributes = [a for a in out.attributes if a.module in out.styles or a.module not in proved]
     for (module, name), local in derived.attributes.items():
         info = graph.modules[module]

@@ -51,29 +51,29 @@ class Divergence:
 
 
 def compare(
-    places: FlowUses,
+    flow_uses: FlowUses,
     regions: tuple[Region, ...],
     size: int,
-    twin: Flow | Stopped,
+    rehearsed: Flow | Stopped,
     on_parts: frozenset[int] = frozenset(),
 ) -> Divergence | None:
     """Return the first difference between the recorded forward and a rehearsal; None if none.
 
     Args:
-        places: The recorded forward.
+        flow_uses: The recorded forward.
         regions: The regions that are sharded in the rehearsal.
         size: Number of ranks of tp.
-        twin: The forward that the rehearsal recorded, or the error that stopped it.
+        rehearsed: The forward that the rehearsal recorded, or the error that stopped it.
         on_parts: Indices of the operations that work on a shard of the sequence, which is dim 1.
     """
-    return _RehearsalComparison(places, regions, size, on_parts).run(twin)
+    return _RehearsalComparison(flow_uses, regions, size, on_parts).run(rehearsed)
 
 
 class _RehearsalComparison:
     def __init__(
-        self, places: FlowUses, regions: tuple[Region, ...], size: int, on_parts: frozenset[int]
+        self, flow_uses: FlowUses, regions: tuple[Region, ...], size: int, on_parts: frozenset[int]
     ) -> None:
-        self.places, self.flow, self.size = places, places.flow, size
+        self.flow_uses, self.flow, self.size = flow_uses, flow_uses.flow, size
         self.cut = frozenset(r.factor for r in regions)
         styled = {fqn for r in regions for fqn in r.words}
         self.on_parts = on_parts
@@ -83,20 +83,20 @@ class _RehearsalComparison:
             if call.module in styled:
                 self.whole |= {v for op in self.flow.ops[slice(*call.ops)] for v in op.outputs}
         self.pairs: dict[int, int] = {}
-        self.twin = places.flow
-        self.sources: dict[int, dict[int, int]] = {id(places.flow): {}}
+        self.rehearsed = flow_uses.flow
+        self.sources: dict[int, dict[int, int]] = {id(flow_uses.flow): {}}
 
-    def run(self, twin: Flow | Stopped) -> Divergence | None:
-        if isinstance(twin, Stopped):
-            return self._stopped(twin)
-        self.twin = twin
-        self.sources[id(twin)] = {}
+    def run(self, rehearsed: Flow | Stopped) -> Divergence | None:
+        if isinstance(rehearsed, Stopped):
+            return self._stopped(rehearsed)
+        self.rehearsed = rehearsed
+        self.sources[id(rehearsed)] = {}
         by_name = {(v.origin, v.name): v.id for v in self.flow.values if v.name}
-        for value in twin.values:
+        for value in rehearsed.values:
             if value.name and (value.origin, value.name) in by_name:
                 self.pairs[value.id] = by_name[value.origin, value.name]
-        mine = [op for op in enumerate(self.flow.ops) if not self._gives_back(op[1], self.flow)]
-        theirs = [op for op in twin.ops if not self._gives_back(op, twin)]
+        mine = [op for op in enumerate(self.flow.ops) if not self._returns_input(op[1], self.flow)]
+        theirs = [op for op in rehearsed.ops if not self._returns_input(op, rehearsed)]
         at = other_at = 0
         while at < len(mine) and other_at < len(theirs):
             (number, op), other = mine[at], theirs[other_at]
@@ -105,24 +105,26 @@ class _RehearsalComparison:
                 at, other_at = at + 1, other_at + 1
             elif self._changes_nothing(op, self.flow):
                 at += 1
-            elif self._changes_nothing(other, twin):
+            elif self._changes_nothing(other, rehearsed):
                 other_at += 1
             else:
                 return Divergence(call=op.call, at=number, text=f"{base_name(op)}: {text}")
         while at < len(mine) and self._changes_nothing(mine[at][1], self.flow):
             at += 1
-        while other_at < len(theirs) and self._changes_nothing(theirs[other_at], twin):
+        while other_at < len(theirs) and self._changes_nothing(theirs[other_at], rehearsed):
             other_at += 1
         if at < len(mine) or other_at < len(theirs):
             number, op = mine[at] if at < len(mine) else (len(self.flow.ops), self.flow.ops[-1])
             return Divergence(call=op.call, at=number, text="more or fewer operations run")
-        returned = tuple((path, self.pairs.get(self._source(v, twin))) for path, v in twin.outputs)
+        returned = tuple(
+            (path, self.pairs.get(self._source(v, rehearsed))) for path, v in rehearsed.outputs
+        )
         wanted = tuple((path, self._source(v, self.flow)) for path, v in self.flow.outputs)
         if returned != wanted:
             return Divergence(call=0, at=len(self.flow.ops), text="the model returns other tensors")
         return None
 
-    def _gives_back(self, op: Op, flow: Flow) -> bool:
+    def _returns_input(self, op: Op, flow: Flow) -> bool:
         """Return True if an operation returns its input; also record this for `_source`."""
         if base_name(op) not in _SAME_NUMBERS or len(op.outputs) != 1 or len(op.inputs) != 1:
             return False
@@ -147,27 +149,27 @@ class _RehearsalComparison:
             value = found[value]
         return value
 
-    def _stopped(self, twin: Stopped) -> Divergence:
-        at = min(twin.num_ops, len(self.flow.ops) - 1)
+    def _stopped(self, rehearsed: Stopped) -> Divergence:
+        at = min(rehearsed.num_ops, len(self.flow.ops) - 1)
         calls = (c.id for c in self.flow.around(self.flow.ops[at].call))
-        found = next((c for c in calls if self.flow.calls[c].module == twin.module), None)
+        found = next((c for c in calls if self.flow.calls[c].module == rehearsed.module), None)
         if found is None:
-            found = next((c.id for c in self.flow.calls if c.module == twin.module), 0)
-        return Divergence(call=found, at=twin.num_ops, text=twin.text)
+            found = next((c.id for c in self.flow.calls if c.module == rehearsed.module), 0)
+        return Divergence(call=found, at=rehearsed.num_ops, text=rehearsed.text)
 
     def _operation(self, number: int, op: Op, other: Op) -> str:
         """Return how an operation differs from its counterpart; "" if it does not."""
         views = {base_name(op), base_name(other)} <= _VIEWS - {"expand"}
         if (op.name != other.name and not views) or len(op.outputs) != len(other.outputs):
             return f"{base_name(other)} runs instead"
-        if self.flow.calls[op.call].module != self.twin.calls[other.call].module:
+        if self.flow.calls[op.call].module != self.rehearsed.calls[other.call].module:
             return "runs in another module"
         text = self._same((op.args, dict(op.kwargs)), (other.args, dict(other.kwargs)), op)
         if text:
             return text
         for mine, theirs in zip(op.outputs, other.outputs, strict=True):
             self.pairs[theirs] = mine
-            shape, dtype = self.twin.values[theirs].shape, self.twin.values[theirs].dtype
+            shape, dtype = self.rehearsed.values[theirs].shape, self.rehearsed.values[theirs].dtype
             if shape != self._local(mine) or dtype != self.flow.values[mine].dtype:
                 wanted = f"{self.flow.values[mine].dtype} {list(self._local(mine))}"
                 return f"returns {dtype} {list(shape)} where a rank needs {wanted}"
@@ -194,8 +196,8 @@ class _RehearsalComparison:
         return f"gets {theirs} where one process gets {mine}"
 
     def _same_value(self, mine: int, theirs: int) -> str:
-        mine, theirs = self._source(mine, self.flow), self._source(theirs, self.twin)
-        one, other = self.flow.values[mine], self.twin.values[theirs]
+        mine, theirs = self._source(mine, self.flow), self._source(theirs, self.rehearsed)
+        one, other = self.flow.values[mine], self.rehearsed.values[theirs]
         if one.origin == other.origin == "constant" and theirs not in self.pairs:
             if (one.shape, one.dtype, one.digest) != (other.shape, other.dtype, other.digest):
                 return "reads another constant"
@@ -209,7 +211,7 @@ class _RehearsalComparison:
         value = op.inputs[0]
         shape = self.flow.values[value].shape
         dim = positions(argument(op, 1, "dim", 0), len(shape))[0]
-        ways = self._ways(self.places.classes.dims[value][dim])
+        ways = self._ways(self.flow_uses.classes.dims[value][dim])
         ways *= self.size if dim == 1 and number in self.on_parts else 1
         local = shape[dim] // ways
 
@@ -229,7 +231,7 @@ class _RehearsalComparison:
         shape = self.flow.values[value].shape
         if value in self.whole:
             return shape
-        dims = self.places.classes.dims[value]
+        dims = self.flow_uses.classes.dims[value]
         local = [n // self._ways(dim) for n, dim in zip(shape, dims, strict=True)]
         if value in self.parts and len(local) > 1:
             local[1] //= self.size

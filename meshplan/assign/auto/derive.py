@@ -97,14 +97,14 @@ def derive(
             return Derived(problems=(_no_stream(spec, str(error)),))
     if graph.flow is None or rehearse is None:
         return Derived(problems=(_no_flow(origin),))
-    places = FlowUses(graph, classify(graph.flow))
-    rehearsals = Rehearsals(places, rehearse, size)
-    choice = choose(places, size, may_cut, rehearsals)
-    whole = _whole(places, choice, may_cut)
+    flow_uses = FlowUses(graph, classify(graph.flow))
+    rehearsals = Rehearsals(flow_uses, rehearse, size)
+    choice = choose(flow_uses, size, may_cut, rehearsals)
+    whole = _whole(flow_uses, choice, may_cut)
     if not choice.regions and not choice.gathered:
-        alone = [] if spec.sequence_parallel else projections(places, size, may_cut)
+        alone = [] if spec.sequence_parallel else projections(flow_uses, size, may_cut)
         return _by_themselves(alone, whole, size, origin)
-    preset = _preset(places, choice, size)
+    preset = _preset(flow_uses, choice, size)
     reasons = {
         fqn: Preset("R", Reason(f"auto: replicated, since {why}")) for fqn, why in whole.items()
     }
@@ -112,13 +112,13 @@ def derive(
         preset=MappingProxyType({**reasons, **preset}),
         uses=MappingProxyType(_uses(choice)),
         added=MappingProxyType(dict.fromkeys(choice.proof.summed_modules, Reason(_ADDED))),
-        attributes=MappingProxyType(choice.numbers),
+        attributes=MappingProxyType(choice.attributes),
         notes=tuple(_notes(whole, origin)),
     )
     if not spec.sequence_parallel:
         return out
     try:
-        return _with_stream(spec, graph, out, find_stream(places, choice, rehearsals))
+        return _with_stream(spec, graph, out, find_stream(flow_uses, choice, rehearsals))
     except Refuted as error:
         return Derived(problems=(_no_stream(spec, str(error)),))
 
@@ -232,36 +232,36 @@ def _by_themselves(
     return Derived(preset=MappingProxyType(preset), notes=(note,))
 
 
-def _pieces(places: FlowUses, region: Region, fqn: str, size: int) -> tuple[Piece, ...]:
+def _pieces(flow_uses: FlowUses, region: Region, fqn: str, size: int) -> tuple[Piece, ...]:
     """Return the equal pieces of a packed projection's output; () if it is not packed."""
     count = region.pieces.get(fqn)
     if count is None:
         return ()
     widths = (
-        places.classes.sizes_of(dim)
-        for tensor in places.graph.owned(fqn)
-        if tensor.fqn in places.values
-        for dim in places.classes.dims[places.values[tensor.fqn]]
+        flow_uses.classes.sizes_of(dim)
+        for tensor in flow_uses.graph.owned(fqn)
+        if tensor.fqn in flow_uses.values
+        for dim in flow_uses.classes.dims[flow_uses.values[tensor.fqn]]
         if region.factor in dim
     )
     return (Piece(next(widths) // count, size),) * count
 
 
-def _preset(places: FlowUses, choice: CutChoice, size: int) -> dict[str, Preset]:
+def _preset(flow_uses: FlowUses, choice: CutChoice, size: int) -> dict[str, Preset]:
     out: dict[str, Preset] = {}
     for region in choice.regions:
         for fqn, word in region.words.items():
-            reason = Reason(f"auto: {_why(places, region, fqn)}")
-            pieces = _pieces(places, region, fqn, size)
+            reason = Reason(f"auto: {_why(flow_uses, region, fqn)}")
+            pieces = _pieces(flow_uses, region, fqn, size)
             out[fqn] = Preset(word, reason, is_proved=True, pieces=pieces)
     for fqn in choice.gathered:
-        is_table = places.graph.modules[fqn].kind == "embedding"
+        is_table = flow_uses.graph.modules[fqn].kind == "embedding"
         why = "its rows are the vocabulary" if is_table else "it scores the vocabulary"
         out[fqn] = Preset("vocab", Reason(f"auto: {why}"), is_proved=True)
     return out
 
 
-def _why(places: FlowUses, region: Region, fqn: str) -> str:
+def _why(flow_uses: FlowUses, region: Region, fqn: str) -> str:
     """Return the reason for a style, such as "its 8 heads pair with o_proj"."""
     opens = region.words[fqn] != "rowwise"
     partners = [m for m, w in region.words.items() if (w == "rowwise") == opens]
@@ -270,18 +270,18 @@ def _why(places: FlowUses, region: Region, fqn: str) -> str:
     names = dict.fromkeys(
         m.rpartition(".")[2] for m in partners if _common(around, m.split(".")) == near
     )
-    return f"its {_counted(places, region, fqn)} pair with {listed(names)}"
+    return f"its {_counted(flow_uses, region, fqn)} pair with {listed(names)}"
 
 
-def _counted(places: FlowUses, region: Region, fqn: str) -> str:
+def _counted(flow_uses: FlowUses, region: Region, fqn: str) -> str:
     """Return the number of what is sharded: "8 heads", or "128 features" if there are no heads."""
-    classes = places.classes
-    dims = (d for t in places.graph.owned(fqn) for d in classes.dims[places.values[t.fqn]])
+    classes = flow_uses.classes
+    dims = (d for t in flow_uses.graph.owned(fqn) for d in classes.dims[flow_uses.values[t.fqn]])
     dim = next(d for d in dims if region.factor in d)
     behind = dim[dim.index(region.factor) :]
     # A factor that an operation mixes or sums over is inside a head. If there is none, as for v,
     # whose features are never mixed, the last factor is taken as the features of a head.
-    inside = [i for i, f in enumerate(behind) if f in classes.blocked or f in places.summed]
+    inside = [i for i, f in enumerate(behind) if f in classes.blocked or f in flow_uses.summed]
     first = min((i for i in inside if i), default=max(len(behind) - 1, 1))
     count = classes.sizes_of(behind[:first])
     word = "heads" if behind[first:] else "features"
@@ -303,18 +303,18 @@ def _uses(choice: CutChoice) -> dict[str, LocalUse]:
     return parts | {fqn: LocalUse(None, SUMMED) for fqn in choice.proof.summed}
 
 
-def _whole(places: FlowUses, choice: CutChoice, may_cut: object) -> dict[str, str]:
+def _whole(flow_uses: FlowUses, choice: CutChoice, may_cut: object) -> dict[str, str]:
     """Return why modules with matrices are replicated, by module fqn."""
     cut = {fqn for r in choice.regions for fqn in (*r.words, *_holders(r.parts))}
     cut |= {*choice.gathered, *choice.proof.summed_modules, *_holders(choice.proof.summed)}
     out: dict[str, str] = {}
-    for fqn in places.graph.modules:
-        matrices = [t for t in places.graph.owned(fqn) if len(t.shape) > 1 and not t.is_buffer]
+    for fqn in flow_uses.graph.modules:
+        matrices = [t for t in flow_uses.graph.owned(fqn) if len(t.shape) > 1 and not t.is_buffer]
         if fqn in cut or not matrices or not callable(may_cut) or not may_cut(fqn):
             continue
-        if any(places.owners(t) & cut for t in matrices):
+        if any(flow_uses.owners(t) & cut for t in matrices):
             continue
-        out[fqn] = choice.uncut.get(fqn) or _reason(places, choice, [t.fqn for t in matrices])
+        out[fqn] = choice.uncut.get(fqn) or _reason(flow_uses, choice, [t.fqn for t in matrices])
     return out
 
 
@@ -322,7 +322,7 @@ def _holders(parameters: Iterable[str]) -> list[str]:
     return [fqn.rpartition(".")[0] for fqn in parameters]
 
 
-def _reason(places: FlowUses, choice: CutChoice, tensors: list[str]) -> str:
+def _reason(flow_uses: FlowUses, choice: CutChoice, tensors: list[str]) -> str:
     """Return why none of the dim classes of these tensors is sharded.
 
     The reason of a class that was tried is preferred.
@@ -330,17 +330,17 @@ def _reason(places: FlowUses, choice: CutChoice, tensors: list[str]) -> str:
     factors = [
         factor
         for name in tensors
-        if name in places.values
-        for dim in places.classes.dims[places.values[name]]
+        if name in flow_uses.values
+        for dim in flow_uses.classes.dims[flow_uses.values[name]]
         for factor in dim
     ]
     if not factors:
         return "the recorded forward does not use it"
     tried = [choice.refused[f] for f in factors if f in choice.refused]
-    blocked = [places.classes.blocked[f] for f in factors if f in places.classes.blocked]
-    telling = [why for why in tried if why != NO_PAIR]
-    if telling:
-        return telling[0]
+    blocked = [flow_uses.classes.blocked[f] for f in factors if f in flow_uses.classes.blocked]
+    specific = [why for why in tried if why != NO_PAIR]
+    if specific:
+        return specific[0]
     chosen = {r.factor for r in choice.regions}
     if any(f in chosen for f in factors):
         return "its other dim is sharded already"

@@ -83,11 +83,11 @@ def _take_region(
     opening = {m: w for m, w in words.items() if w in ("colwise", "packed_colwise")}
     closing = {m: w for m, w in words.items() if w == "rowwise"}
     counts = {m: _count(graph, graph.modules[m]) for m in opening}
-    places = min(counts.values())
-    if places == 1 < max(counts.values()):
+    smallest = min(counts.values())
+    if smallest == 1 < max(counts.values()):
         out.unknown = f"how {around} shares one key-value head among all query heads"
-    if places % size:
-        why = f"its {places} heads or features do not divide by tp {size}"
+    if smallest % size:
+        why = f"its {smallest} heads or features do not divide by tp {size}"
         out.whole |= dict.fromkeys((m for m in (*opening, *closing) if may_cut(m)), why)
         return
     if not all(may_cut(fqn) for fqn in words):

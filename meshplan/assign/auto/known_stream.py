@@ -35,7 +35,7 @@ def known_stream(graph: ModelGraph, preset: Mapping[str, Preset]) -> Stream:
     Raises:
         Refuted: A module cannot compute on shards of the sequence, or is not known.
     """
-    cut = {fqn: said.word for fqn, said in preset.items() if said.word != "R"}
+    cut = {fqn: entry.word for fqn, entry in preset.items() if entry.word != "R"}
     blocks = graph.blocks()
     if not blocks:
         raise Refuted(

@@ -31,7 +31,7 @@ _MAX_TRIES_OF_ALL: Final = 90
 
 _MAX_TOGETHER: Final = 2
 
-Numbers = Mapping[tuple[str, str], int]
+Attributes = Mapping[tuple[str, str], int]
 
 
 class NotTheSame(Exception):
@@ -51,7 +51,7 @@ class Rehearsals:
     """Runs rehearsals of one model, up to a maximum number.
 
     Args:
-        places: The recorded forward.
+        flow_uses: The recorded forward.
         rehearse: Function that runs one rehearsal.
         size: Number of ranks of tp.
         tries: Number of rehearsals in the current call of `find`.
@@ -59,14 +59,14 @@ class Rehearsals:
         clue: The divergence of the last rehearsal of this call that ran to its end, or None.
     """
 
-    places: FlowUses
+    flow_uses: FlowUses
     rehearse: Rehearse
     size: int
     tries: int = 0
     before: int = 0
     clue: Divergence | None = None
 
-    def find(self, regions: Iterable[Region], known: Numbers) -> dict[tuple[str, str], int]:
+    def find(self, regions: Iterable[Region], known: Attributes) -> dict[tuple[str, str], int]:
         """Return the attributes' local values with which one rank runs the recorded operations.
 
         Args:
@@ -90,47 +90,47 @@ class Rehearsals:
             found, difference = better
         return found
 
-    def run(self, regions: tuple[Region, ...], numbers: Numbers) -> Divergence | None:
+    def run(self, regions: tuple[Region, ...], attributes: Attributes) -> Divergence | None:
         """Return the divergence of a rehearsal with these local values; None if there is none."""
         self.tries += 1
         words = {fqn: word for r in regions for fqn, word in r.words.items()}
-        twin = self.rehearse(
+        rehearsed = self.rehearse(
             Rehearsal(
                 size=self.size,
                 takes_part=frozenset(m for m, w in words.items() if w == "rowwise"),
                 leaves_part=frozenset(m for m, w in words.items() if w != "rowwise"),
                 parts={fqn: dim for r in regions for fqn, dim in r.parts.items()},
-                attributes=numbers,
+                attributes=attributes,
             )
         )
-        found = compare(self.places, regions, self.size, twin)
-        if not isinstance(twin, Stopped):
+        found = compare(self.flow_uses, regions, self.size, rehearsed)
+        if not isinstance(rehearsed, Stopped):
             self.clue = found  # More informative than the divergence of a rehearsal that stopped.
         return found
 
     def rehearse_stream(
-        self, regions: tuple[Region, ...], numbers: Numbers, stream: Stream
+        self, regions: tuple[Region, ...], attributes: Attributes, stream: Stream
     ) -> Divergence | None:
         """Return the divergence of a rehearsal with the sequence sharded too; None if none."""
         words = {fqn: word for r in regions for fqn, word in r.words.items()}
         closing = frozenset(m for m, w in words.items() if w == "rowwise")
         opening = {m for m, w in words.items() if w != "rowwise"} | stream.taking
         gathered = {(m, "") for m in opening - stream.inside - stream.whole}
-        twin = self.rehearse(
+        rehearsed = self.rehearse(
             Rehearsal(
                 size=self.size,
                 takes_part=closing,
                 leaves_part=frozenset(m for m, w in words.items() if w != "rowwise"),
                 parts={fqn: dim for r in regions for fqn, dim in r.parts.items()},
-                attributes=numbers,
+                attributes=attributes,
                 cut=frozenset((*stream.cuts, *((m, None) for m in closing))),
                 gathered=frozenset((*stream.gathers, *gathered, *((m, None) for m in stream.ends))),
             )
         )
-        return compare(self.places, regions, self.size, twin, stream.ops)
+        return compare(self.flow_uses, regions, self.size, rehearsed, stream.ops)
 
     def _repair(
-        self, regions: tuple[Region, ...], found: Numbers, difference: Divergence
+        self, regions: tuple[Region, ...], found: Attributes, difference: Divergence
     ) -> tuple[dict[tuple[str, str], int], Divergence | None] | None:
         """Divide the fewest attributes with which the rehearsal diverges later, or not at all.
 
@@ -144,26 +144,26 @@ class Rehearsals:
                     return None
                 local = dict(found)
                 for module, name in chosen:
-                    for twin in self._alike(regions, module, name):
-                        value = self.places.graph.modules[twin].numbers[name]
-                        local.setdefault((twin, name), value // self.size)
+                    for other in self._equal_modules(regions, module, name):
+                        value = self.flow_uses.graph.modules[other].numbers[name]
+                        local.setdefault((other, name), value // self.size)
                 after = self.run(regions, local)
                 if after is None or after.at > difference.at:
                     return local, after
         return None
 
     def _suspects(
-        self, regions: tuple[Region, ...], found: Numbers, difference: Divergence
+        self, regions: tuple[Region, ...], found: Attributes, difference: Divergence
     ) -> list[tuple[str, str]]:
         sizes = self._sizes(regions)
-        graph, flow = self.places.graph, self.places.flow
+        graph, flow = self.flow_uses.graph, self.flow_uses.flow
         around = [c.module for c in itertools.islice(flow.around(difference.call), _LEVELS)]
         # Also try modules that are never called, but whose projections are.
         touched = (fqn.rpartition(".")[0] for r in regions for fqn in r.words)
-        held = (fqn for fqn in touched if is_inside(fqn, around[0]))
+        within = (fqn for fqn in touched if is_inside(fqn, around[0]))
         return [
             (module, name)
-            for module in dict.fromkeys((*around, *held))
+            for module in dict.fromkeys((*around, *within))
             for name, value in graph.modules[module].numbers.items()
             if value in sizes and (module, name) not in found
         ]
@@ -172,26 +172,26 @@ class Rehearsals:
         """Return the sizes of the sharded factors, alone and multiplied by adjacent factors."""
         out: set[int] = set()
         for region in regions:
-            for name in self.places.by_factor[region.factor]:
-                for dim in self.places.classes.dims[self.places.values[name]]:
+            for name in self.flow_uses.by_factor[region.factor]:
+                for dim in self.flow_uses.classes.dims[self.flow_uses.values[name]]:
                     if region.factor in dim:
                         at = dim.index(region.factor)
                         for first in range(at + 1):
                             for last in range(at + 1, len(dim) + 1):
                                 size = 1
                                 for factor in dim[first:last]:
-                                    size *= self.places.classes.sizes[factor]
+                                    size *= self.flow_uses.classes.sizes[factor]
                                 out.add(size)
         return {size for size in out if size % self.size == 0}
 
-    def _alike(self, regions: tuple[Region, ...], module: str, name: str) -> list[str]:
+    def _equal_modules(self, regions: tuple[Region, ...], module: str, name: str) -> list[str]:
         """Return the fqns of modules of the same type and value that contain sharded modules."""
-        info = self.places.graph.modules[module]
+        info = self.flow_uses.graph.modules[module]
         value = info.numbers[name]
         touched = {fqn for r in regions for fqn in (*r.words, *r.parts)}
         return [
             m.fqn
-            for m in self.places.graph.modules.values()
+            for m in self.flow_uses.graph.modules.values()
             if m.qualified_type == info.qualified_type
             and m.numbers.get(name) == value
             and (m.fqn == module or any(fqn.startswith(m.fqn + ".") for fqn in touched))

@@ -53,11 +53,13 @@ class _GradientStates:
         self.gradient[value] = self.gradient.get(value, 0) | state
 
 
-def prove(places: FlowUses, regions: Iterable[Region], gathered: Mapping[str, str]) -> RegionProof:
+def prove(
+    flow_uses: FlowUses, regions: Iterable[Region], gathered: Mapping[str, str]
+) -> RegionProof:
     """Prove that sharding these regions gives the values and gradients of one process.
 
     Args:
-        places: The recorded forward.
+        flow_uses: The recorded forward.
         regions: The regions to shard.
         gathered: Modules whose style has a whole input and output (vocab), by fqn.
 
@@ -73,13 +75,13 @@ def prove(places: FlowUses, regions: Iterable[Region], gathered: Mapping[str, st
     count = sum(len(r.words) for r in regions)
     if len(styled) != count or any(fqn in styled for fqn in gathered):
         raise Refuted("two dims would shard the same module")
-    walk = _BackwardWalk(places, cut, styled, gathered)
+    walk = _BackwardWalk(flow_uses, cut, styled, gathered)
     walk.forward()
     return walk.backward()
 
 
 def summed_beside(
-    places: FlowUses,
+    flow_uses: FlowUses,
     regions: Iterable[Region],
     gathered: Mapping[str, str],
     proof: RegionProof,
@@ -89,7 +91,7 @@ def summed_beside(
     """Return parameters whose gradients become partial sums if the sequence is sharded as well.
 
     Args:
-        places: The recorded forward.
+        flow_uses: The recorded forward.
         regions: The sharded regions.
         gathered: Modules with the style vocab, by fqn.
         proof: The proof without sequence sharding, whose requirements must still be met.
@@ -106,7 +108,7 @@ def summed_beside(
     regions = tuple(regions)
     cut = frozenset(r.factor for r in regions)
     styled = {fqn: (word, region) for region in regions for fqn, word in region.words.items()}
-    walk = _BackwardWalk(places, cut, styled, gathered)
+    walk = _BackwardWalk(flow_uses, cut, styled, gathered)
     walk.entering = entering
     for value in (*parts, *entering):
         walk.is_cut[value] = True
@@ -121,12 +123,12 @@ def summed_beside(
 class _BackwardWalk:
     def __init__(
         self,
-        places: FlowUses,
+        flow_uses: FlowUses,
         cut: frozenset[Factor],
         styled: Mapping[str, tuple[str, Region]],
         gathered: Mapping[str, str],
     ) -> None:
-        self.places, self.flow, self.classes = places, places.flow, places.classes
+        self.flow_uses, self.flow, self.classes = flow_uses, flow_uses.flow, flow_uses.classes
         self.cut, self.styled, self.gathered = cut, styled, gathered
         dims = self.classes.dims
         self.is_cut = [any(f in cut for dim in value for f in dim) for value in dims]
@@ -246,7 +248,7 @@ class _BackwardWalk:
 
     def _can_sum(self, call: Call) -> bool:
         """Return True for a call of a replicated projection whose gradients could be summed."""
-        info = self.places.graph.modules.get(call.module)
+        info = self.flow_uses.graph.modules.get(call.module)
         return (
             info is not None
             and info.kind in ("linear", "conv1d")
@@ -255,7 +257,7 @@ class _BackwardWalk:
             and call.ops[1] > call.ops[0]
             and len(call.inputs) == 1 == len(call.outputs)
             and not self.of_classes[call.inputs[0][1]]
-            and not self.places.does_more(info)
+            and not self.flow_uses.does_more(info)
         )
 
     def _leave_styled(self, call: Call, state: _GradientStates) -> None:
@@ -296,17 +298,17 @@ class _BackwardWalk:
     def _end(self, state: _GradientStates) -> RegionProof:
         summed = []
         modules = tuple(m for m, is_part in state.summed_modules.items() if is_part)
-        for name, value in self.places.values.items():
+        for name, value in self.flow_uses.values.items():
             found = state.gradient.get(value, 0)
-            tensor = self.places.graph.tensors[name]
+            tensor = self.flow_uses.graph.tensors[name]
             if self.is_cut[value] or not found & _PART:
                 continue
-            owners = self.places.owners(tensor)
+            owners = self.flow_uses.owners(tensor)
             if found == _WHOLE | _PART:
                 raise Refuted(f"{name} is used both with sharded values and without")
             if (
                 len(tensor.names) > 1
-                or self.places.used_outside(tensor, owners)
+                or self.flow_uses.used_outside(tensor, owners)
                 or any(owner in self.styled or owner in self.gathered for owner in owners)
             ):
                 raise Refuted(f"each rank would get only a part of the gradient of {name}")

@@ -114,7 +114,7 @@ class FlowUses:
         return ""
 
 
-def find_region(places: FlowUses, factor: Factor) -> Region:
+def find_region(flow_uses: FlowUses, factor: Factor) -> Region:
     """Return the region of one class of dims.
 
     Raises:
@@ -124,21 +124,21 @@ def find_region(places: FlowUses, factor: Factor) -> Region:
     pieces: dict[str, int] = {}
     parts: dict[str, int] = {}
     num_elements = 0
-    for name in places.by_factor.get(factor, ()):
-        tensor = places.graph.tensors[name]
-        dims = places.classes.dims[places.values[name]]
+    for name in flow_uses.by_factor.get(factor, ()):
+        tensor = flow_uses.graph.tensors[name]
+        dims = flow_uses.classes.dims[flow_uses.values[name]]
         along = [place for place, dim in enumerate(dims) if factor in dim]
         dim = dims[along[0]]
-        outer = places.classes.sizes_of(dim[: dim.index(factor)])
+        outer = flow_uses.classes.sizes_of(dim[: dim.index(factor)])
         num_elements += tensor.numel
-        owners = places.owners(tensor)
-        if places.used_outside(tensor, owners):
+        owners = flow_uses.owners(tensor)
+        if flow_uses.used_outside(tensor, owners):
             raise NoRegion(f"{name} is used outside of its module's forward")
         for owner in sorted(owners):
-            info = places.graph.modules[owner]
-            word = _word(info, tensor, along[0], outer) if _is_plain(places, info) else None
+            info = flow_uses.graph.modules[owner]
+            word = _word(info, tensor, along[0], outer) if _is_plain(flow_uses, info) else None
             if word is None:
-                if outer != 1 or len(tensor.names) > 1 or owner not in places.calls:
+                if outer != 1 or len(tensor.names) > 1 or owner not in flow_uses.calls:
                     raise NoRegion(
                         f"{name} shares one of its dims and cannot be sharded along that dim"
                     )
@@ -148,13 +148,14 @@ def find_region(places: FlowUses, factor: Factor) -> Region:
                 raise NoRegion(f"{owner} would be sharded along both of its dims")
             if word == "packed_colwise":
                 pieces[owner] = outer
-    opens = any(w in ("colwise", "packed_colwise") and places.graph.modules[m].kind != "embedding"
+    opens = any(w in ("colwise", "packed_colwise")
+                and flow_uses.graph.modules[m].kind != "embedding"
                 for m, w in words.items())  # fmt: skip
     if not opens or "rowwise" not in words.values():
         raise NoRegion(NO_PAIR)
     return Region(
         factor=factor,
-        size=places.classes.sizes[factor],
+        size=flow_uses.classes.sizes[factor],
         words=words,
         pieces=pieces,
         parts=parts,
@@ -162,8 +163,8 @@ def find_region(places: FlowUses, factor: Factor) -> Region:
     )
 
 
-def _is_plain(places: FlowUses, info: ModuleInfo) -> bool:
-    return info.kind in _PLAIN and info.fqn in places.calls and not places.does_more(info)
+def _is_plain(flow_uses: FlowUses, info: ModuleInfo) -> bool:
+    return info.kind in _PLAIN and info.fqn in flow_uses.calls and not flow_uses.does_more(info)
 
 
 def _word(info: ModuleInfo, tensor: TensorInfo, dim: int, outer: int) -> str | None:

@@ -21,7 +21,7 @@ from meshplan.assign.auto.regions import FlowUses
 from meshplan.assign.auto.stream import Stream
 from meshplan.model.dims.factors import Dim
 from meshplan.model.dims.linker import argument, base_name, positions
-from meshplan.model.dims.operations import ALONG, LOOKS_ALONG, REDUCED
+from meshplan.model.dims.operations import ALONG, MIXES_ALONG, REDUCED
 from meshplan.model.flow import UPDATE, Call, Op
 
 _DIM: Final = 1
@@ -34,7 +34,7 @@ _VIEWS: Final = frozenset(
 _NORMS: Final = frozenset(("native_layer_norm", "_fused_rms_norm"))
 
 
-def find_stream(places: FlowUses, choice: CutChoice, rehearsals: Rehearsals) -> Stream:
+def find_stream(flow_uses: FlowUses, choice: CutChoice, rehearsals: Rehearsals) -> Stream:
     """Return where the sequence is sharded and gathered, given the chosen regions.
 
     If the sequence cannot be sharded up to the end of the model, try to gather it after the last
@@ -44,59 +44,61 @@ def find_stream(places: FlowUses, choice: CutChoice, rehearsals: Rehearsals) -> 
         Refuted: The sequence cannot be sharded; the message is the reason.
     """
     try:
-        return _shown(places, choice, rehearsals, None)
+        return _shown(flow_uses, choice, rehearsals, None)
     except Refuted:
-        end = _last_block(places, choice)
+        end = _last_block(flow_uses, choice)
         if end is None:
             raise
-        return _shown(places, choice, rehearsals, end)
+        return _shown(flow_uses, choice, rehearsals, end)
 
 
-def _shown(places: FlowUses, choice: CutChoice, rehearsals: Rehearsals, end: Call | None) -> Stream:
+def _shown(
+    flow_uses: FlowUses, choice: CutChoice, rehearsals: Rehearsals, end: Call | None
+) -> Stream:
     """Return the sharding of the sequence up to the end of a call; all the way if `end` is None.
 
     Raises:
         Refuted: The sequence cannot be sharded so, or a rehearsal of it diverges.
     """
-    walk = _SequenceWalk(places, choice, end)
+    walk = _SequenceWalk(flow_uses, choice, end)
     walk.run()
     found = walk.stream()
-    size, length = rehearsals.size, places.classes.sizes_of(walk.along)
+    size, length = rehearsals.size, flow_uses.classes.sizes_of(walk.along)
     if length % size:
         raise Refuted(f"the recorded sequence length {length} does not divide by tp {size}")
-    difference = rehearsals.rehearse_stream(choice.regions, choice.numbers, found)
+    difference = rehearsals.rehearse_stream(choice.regions, choice.attributes, found)
     if difference is not None:
-        where = places.flow.calls[difference.call].module or "the model"
+        where = flow_uses.flow.calls[difference.call].module or "the model"
         what = f"on a shard of the sequence, {where} would not run the operations of one process: "
         raise Refuted(what + difference.text)
     return found
 
 
-def _last_block(places: FlowUses, choice: CutChoice) -> Call | None:
+def _last_block(flow_uses: FlowUses, choice: CutChoice) -> Call | None:
     """Return the outermost call that contains the last rowwise projection, but not all of them.
 
     This is the call of the last block. None if there is no such call.
     """
-    closing = [c for c, word in _styled_calls(places, choice) if word == "rowwise"]
+    closing = [c for c, word in _styled_calls(flow_uses, choice) if word == "rowwise"]
     if not closing:
         return None
-    common = _common(places, closing)
-    inner = list(takewhile(lambda c: c is not common, places.flow.around(closing[-1].id)))
+    common = _common(flow_uses, closing)
+    inner = list(takewhile(lambda c: c is not common, flow_uses.flow.around(closing[-1].id)))
     return inner[-1] if inner and inner[-1] is not closing[-1] else None
 
 
-def _styled_calls(places: FlowUses, choice: CutChoice) -> list[tuple[Call, str]]:
+def _styled_calls(flow_uses: FlowUses, choice: CutChoice) -> list[tuple[Call, str]]:
     words = {fqn: word for region in choice.regions for fqn, word in region.words.items()}
     words |= choice.gathered
     words |= dict.fromkeys(choice.proof.summed_modules, "gradients_added")
-    return [(call, words[call.module]) for call in places.flow.calls if call.module in words]
+    return [(call, words[call.module]) for call in flow_uses.flow.calls if call.module in words]
 
 
-def _common(places: FlowUses, calls: list[Call]) -> Call:
+def _common(flow_uses: FlowUses, calls: list[Call]) -> Call:
     """Return the innermost call that contains all of these calls and is none of them."""
-    chains = [[c.id for c in places.flow.around(call.id)][1:] for call in calls]
+    chains = [[c.id for c in flow_uses.flow.around(call.id)][1:] for call in calls]
     shared = set(chains[0]).intersection(*chains[1:])
-    return places.flow.calls[max(shared, default=0)]
+    return flow_uses.flow.calls[max(shared, default=0)]
 
 
 @dataclass(slots=True)
@@ -104,7 +106,7 @@ class _SequenceWalk:
     """Finds the values that are shards of the sequence, starting at rowwise outputs.
 
     Attributes:
-        places: The recorded forward.
+        flow_uses: The recorded forward.
         choice: The chosen regions.
         end: The call whose outputs are gathered; None if nothing is gathered at the end.
         along: The factors of the sequence dim.
@@ -119,7 +121,7 @@ class _SequenceWalk:
             shards yet.
     """
 
-    places: FlowUses
+    flow_uses: FlowUses
     choice: CutChoice
     end: Call | None
     along: Dim = ()
@@ -139,13 +141,13 @@ class _SequenceWalk:
             Refuted: The sequence cannot be sharded.
         """
         self.cut = frozenset(r.factor for r in self.choice.regions)
-        styled = _styled_calls(self.places, self.choice)
+        styled = _styled_calls(self.flow_uses, self.choice)
         self.taken = {n: call for call, _ in styled for n in range(*call.ops)}
         for call, word in styled:
             if word not in ("vocab", "rowwise"):
                 self._gather_around(call)
         closing = [call for call, word in styled if word == "rowwise"]
-        dims = self.places.classes.dims
+        dims = self.flow_uses.classes.dims
         along = {dims[v][_DIM] for c in closing for _, v in c.outputs if len(dims[v]) > _DIM + 1}
         if len(along) != 1 or not next(iter(along)):
             raise Refuted("the outputs of the rowwise modules have no sequence dim in common")
@@ -161,12 +163,12 @@ class _SequenceWalk:
                 self.missing.remove((number, value, what))
                 if not self._is_part(value, number):
                     self._enter(value, number, what)
-        for path, value in self.places.flow.outputs:
-            if self._is_part(value, len(self.places.flow.ops)):
+        for path, value in self.flow_uses.flow.outputs:
+            if self._is_part(value, len(self.flow_uses.flow.ops)):
                 shown = f" (as {path})" if path else ""
                 raise Refuted(f"the model returns a shard of the sequence{shown}")
-        for change in self.places.flow.changes:
-            if change.new is not None and self._is_part(change.new, len(self.places.flow.ops)):
+        for change in self.flow_uses.flow.changes:
+            if change.new is not None and self._is_part(change.new, len(self.flow_uses.flow.ops)):
                 where = f"{change.module}.{change.name}".lstrip(".")
                 raise Refuted(f"{where} stores a shard of the sequence, which other code may read")
         for call, word in styled:
@@ -180,8 +182,8 @@ class _SequenceWalk:
         Raises:
             Refuted: A module where the sequence is sliced or gathered is called more than once.
         """
-        calls = self.places.flow.calls
-        styled = _styled_calls(self.places, self.choice)
+        calls = self.flow_uses.flow.calls
+        styled = _styled_calls(self.flow_uses, self.choice)
         whole = set()
         for call, word in styled:
             at = call.ops[0]
@@ -189,13 +191,13 @@ class _SequenceWalk:
                 whole.add(call.module)
         cuts = [(c.module, self._path(c, value)) for value, cs in self.entered.items() for c in cs]
         gathers = [(calls[c].module, path) for (c, _), path in self.gathers.items()]
-        twice = [m for m, _ in (*cuts, *gathers) if len(self.places.calls[m]) > 1]
+        twice = [m for m, _ in (*cuts, *gathers) if len(self.flow_uses.calls[m]) > 1]
         inside = {
             call.module for call, _ in styled
             if any(call.inputs[0][1] == value and _holds(calls[around], call.ops[0])
                    for around, value in self.gathers)
         }  # fmt: skip
-        twice += [m for m in (*inside, *whole) if len(self.places.calls[m]) > 1]
+        twice += [m for m in (*inside, *whole) if len(self.flow_uses.calls[m]) > 1]
         if twice:
             raise Refuted(f"{twice[0]} is called more than once")
         return Stream(
@@ -207,7 +209,7 @@ class _SequenceWalk:
             whole=frozenset(whole),
             ops=frozenset(self.ops),
             summed=summed_beside(
-                self.places, self.choice.regions, self.choice.gathered, self.choice.proof,
+                self.flow_uses, self.choice.regions, self.choice.gathered, self.choice.proof,
                 frozenset(self.values), frozenset(self.entered),
             ),
         )  # fmt: skip
@@ -217,7 +219,7 @@ class _SequenceWalk:
 
         This is done as long as all readers of the value inside that module need the whole sequence.
         """
-        flow, value = self.places.flow, call.inputs[0][1]
+        flow, value = self.flow_uses.flow, call.inputs[0][1]
         for around in list(flow.around(call.id))[1:]:
             if around.parent is None or value not in (v for _, v in around.inputs):
                 return
@@ -247,10 +249,10 @@ class _SequenceWalk:
             self.waiting.append(value)
 
     def _follow(self, value: int) -> None:
-        for number in self.places.flow.users(value):
+        for number in self.flow_uses.flow.users(value):
             call = self.taken.get(number)
             if call is None and number not in self.ops and self._is_part(value, number):
-                self._work(number, self.places.flow.ops[number])
+                self._work(number, self.flow_uses.flow.ops[number])
             elif call is not None and call.inputs[0][1] != value:
                 raise Refuted(f"{call.module} reads the sequence other than through its input")
 
@@ -263,10 +265,10 @@ class _SequenceWalk:
             Refuted: The operation mixes positions of the sequence, or it may.
         """
         self.ops.add(number)
-        module = self.places.flow.calls[op.call].module
+        module = self.flow_uses.flow.calls[op.call].module
         what = base_name(op) + (f" in {module}" if module else "")
-        dims, values = self.places.classes.dims, self.places.flow.values
-        makers = {self.places.flow.producer(value) for value in op.mutates}
+        dims, values = self.flow_uses.classes.dims, self.flow_uses.flow.values
+        makers = {self.flow_uses.flow.producer(value) for value in op.mutates}
         if not makers <= self.ops:  # It is the output of a styled module, or whole for other code.
             raise Refuted(f"{what} writes in place into a tensor that other code made")
         if op.is_random and not _keeps_all(op):
@@ -289,8 +291,8 @@ class _SequenceWalk:
             self._add(value)
 
     def _is_apart(self, op: Op) -> bool:
-        name, ndim = base_name(op), len(self.places.classes.dims[op.inputs[0]])
-        for table, default in ((REDUCED, None), (LOOKS_ALONG, -1)):
+        name, ndim = base_name(op), len(self.flow_uses.classes.dims[op.inputs[0]])
+        for table, default in ((REDUCED, None), (MIXES_ALONG, -1)):
             if name in table:
                 which = argument(op, table[name], "dim", default)
                 is_known = isinstance(which, int | tuple | list) and not isinstance(which, bool)
@@ -301,7 +303,7 @@ class _SequenceWalk:
 
     def _lies_along(self, value: int, what: str) -> None:
         """Raise `Refuted` unless dim 1 of the value is the sequence, and no other dim is."""
-        dims = self.places.classes.dims[value]
+        dims = self.flow_uses.classes.dims[value]
         others = [f for d, dim in enumerate(dims) if d != _DIM for f in dim]
         if len(dims) <= _DIM or dims[_DIM] != self.along or set(others) & set(self.along):
             raise Refuted(f"{what} takes or returns a sequence that is not dim 1 of its tensor")
@@ -314,7 +316,7 @@ class _SequenceWalk:
         Raises:
             Refuted: No such module receives the value.
         """
-        flow = self.places.flow
+        flow = self.flow_uses.flow
         around = [
             call
             for call in flow.around(flow.ops[number].call)

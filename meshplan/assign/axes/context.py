@@ -30,12 +30,12 @@ def assign_context(
         return None, list(_no_effect(spec, mesh))
     stated = spec.context or Context()
     balance = stated.attention == "all_gather" if stated.balance is None else stated.balance
-    has_said = spec.context is not None
-    text = f"context: {stated.attention}" if has_said else f"mesh ({stated.attention})"
+    is_stated = spec.context is not None
+    text = f"context: {stated.attention}" if is_stated else f"mesh ({stated.attention})"
     context = ContextParallel(
         attention=stated.attention,
         balance=balance,
-        reason=Reason(text, spec.origin("context" if has_said else "mesh.cp")),
+        reason=Reason(text, spec.origin("context" if is_stated else "mesh.cp")),
     )
     problems = [
         *_sequence(spec, mesh, context),

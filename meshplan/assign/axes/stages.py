@@ -43,23 +43,25 @@ def assign_stages(
     ranks = mesh.size("pp")
     if ranks == 1:
         return None, list(_without_axis(spec, cascade))
-    asked = spec.pipeline or Pipeline()
-    row = SCHEDULES["1F1B" if asked.schedule == AUTO else asked.schedule]
+    settings = spec.pipeline or Pipeline()
+    row = SCHEDULES["1F1B" if settings.schedule == AUTO else settings.schedule]
     problems: list[Problem] = []
     is_stated = "pipeline.virtual" in spec.origins
-    virtual = row.virtual or (asked.virtual if is_stated or asked.virtual > 1 else 2)
-    if (row.virtual and is_stated and asked.virtual != row.virtual) or virtual < (row.virtual or 2):
+    virtual = row.virtual or (settings.virtual if is_stated or settings.virtual > 1 else 2)
+    if (row.virtual and is_stated and settings.virtual != row.virtual) or virtual < (
+        row.virtual or 2
+    ):
         problems.append(
             Problem(
                 f"{row.name} has {row.virtual or 'at least 2'} stages per rank, not "
-                f"virtual: {asked.virtual}",
+                f"virtual: {settings.virtual}",
                 spec.origin("pipeline.virtual"),
                 f"write virtual: {row.virtual or 2}",
             )
         )
         return None, problems
     least = 2 * ranks if row.is_v else ranks
-    count = asked.microbatches if isinstance(asked.microbatches, int) else least
+    count = settings.microbatches if isinstance(settings.microbatches, int) else least
     why = row.problem(ranks, count)
     if why:
         origin = spec.origin("pipeline.microbatches")
@@ -181,7 +183,7 @@ class _StageCutter:
         if isinstance(split, tuple):
             origin = self.spec.origin("pipeline.split")
             if len(split) != self.count:
-                self._say(f"split has {len(split)} stages, but the plan has {self.count}", origin,
+                self._error(f"split has {len(split)} stages, but the plan has {self.count}", origin,
                           f"write {self.count} lists of modules, one per stage")  # fmt: skip
             known = {n: m.fqn for m in self.graph.modules.values() for n in (m.fqn, *m.aliases)}
             for stage, names in enumerate(split):
@@ -189,18 +191,18 @@ class _StageCutter:
                     if name not in known:
                         near = nearest(name, [n for n in known if n])
                         fix = f"did you mean '{near}'?" if near else "correct the name"
-                        self._say(f"'{name}' is no module of {self.graph.name}", origin, fix)
+                        self._error(f"'{name}' is no module of {self.graph.name}", origin, fix)
                         continue
                     marks[known[name]] = _StageMark(stage, Reason("split", origin))
         for fqn, mark in marks.items():
             if not 0 <= mark.stage < self.count:
                 what = f"'{fqn}' is assigned to stage {mark.stage}, but there are only {self.count}"
-                self._say(what, mark.reason.origin, f"use 0 to {self.count - 1}")
+                self._error(what, mark.reason.origin, f"use 0 to {self.count - 1}")
         if marks:
             self.reason = next(iter(marks.values())).reason
         return marks
 
-    def _say(self, what: str, origin: Origin | None, fix: str) -> None:
+    def _error(self, what: str, origin: Origin | None, fix: str) -> None:
         if not any(p.origin == origin and p.what == what for p in self.problems):
             self.problems.append(Problem(what, origin, fix))
 
@@ -219,7 +221,7 @@ class _StageCutter:
         if self.problems:
             return []
         for fqn in sorted(self.opened & set(self.recompute)):
-            self._say(f"'{fqn}' is recomputed as a whole, so it cannot be split between stages",
+            self._error(f"'{fqn}' is recomputed as a whole, so it cannot be split between stages",
                       self.recompute[fqn].reason.origin,
                       "recompute the modules inside it, or move the stage boundary")  # fmt: skip
             return []
@@ -232,7 +234,7 @@ class _StageCutter:
                 continue
             closed = [m for m, call in units if m not in self.recompute and self._opens(m, call)]
             if not closed:
-                self._say(
+                self._error(
                     f"{self.graph.name} has {len(units)} modules to split between, fewer than "
                     f"{self.count} stages",
                     self.spec.origin("mesh"),
@@ -292,7 +294,7 @@ class _StageCutter:
             if found is None:
                 why = bonds[0].why if bonds else "there are too few modules"
                 what = f"{self.graph.name} cannot be split into {self.count} stages: {why}"
-                self._say(what, self.spec.origin("mesh"), "use a smaller pp, or another axis")
+                self._error(what, self.spec.origin("mesh"), "use a smaller pp, or another axis")
             return found
         stages = self._marked([module for module, _ in units])
         if stages is not None:
@@ -309,7 +311,7 @@ class _StageCutter:
                     before = modules[place - 1]
                     is_recorded = self.flow is not None
                     fix = f"assign it to stage {current} or later"
-                    self._say(
+                    self._error(
                         f"'{module}' is assigned to stage {mark.stage}, but "
                         f"{'runs' if is_recorded else 'is defined'} after '{before}' of "
                         f"stage {current}",
@@ -325,7 +327,7 @@ class _StageCutter:
             stages.append(current)
         missing = [s for s in range(self.count) if s not in stages]
         if missing:
-            self._say(f"no module is in stage {missing[0]}, but the plan has {self.count} stages",
+            self._error(f"no module is in stage {missing[0]}, but the plan has {self.count} stages",
                       self.reason.origin, "assign a module to every stage")  # fmt: skip
             return None
         return stages
@@ -333,7 +335,7 @@ class _StageCutter:
     def _check_bonds(self, units: _Units, stages: list[int], bonds: Iterable[Bond]) -> None:
         for bond in bonds:
             if stages[bond.first] != stages[bond.last]:
-                self._say(
+                self._error(
                     f"'{units[bond.first][0]}' and '{units[bond.last][0]}' are in stages "
                     f"{stages[bond.first]} and {stages[bond.last]}, but must share one: {bond.why}",
                     self.reason.origin,
@@ -347,12 +349,12 @@ class _StageCutter:
         """
         holders: dict[str, set[int]] = {fqn: set() for fqn in self.graph.tensors}
         first = {name: t.fqn for t in self.graph.tensors.values() for name in t.names}
-        held: dict[str, list[int]] = {}
+        stages_of: dict[str, list[int]] = {}
         for (module, _), stage in zip(units, stages, strict=True):
-            held.setdefault(module, []).append(stage)
+            stages_of.setdefault(module, []).append(stage)
         for name, fqn in first.items():
             for module in around(name.rpartition(".")[0]):
-                holders[fqn].update(held.get(module, ()))
+                holders[fqn].update(stages_of.get(module, ()))
         if self.flow is not None:
             cut = self._cut(self.flow, [call for _, call in units if call is not None])
             for stage, names in enumerate(cut.relay(stages, self.count).reads):

@@ -11,12 +11,12 @@ from meshplan.spec.spec import AUTO, ActivationCheckpointing, Spec
 
 def not_yet(spec: Spec) -> list[Problem]:
     """Return a problem for each setting that this version, or a plan with `auto`, cannot use."""
-    asked: list[tuple[str, str, str]] = []
+    requested: list[tuple[str, str, str]] = []
     open_: list[tuple[str, str, str]] = []
 
     def ask(condition: object, path: str, what: str, fix: str = "remove it") -> None:
         if condition:
-            asked.append((path, what, fix))
+            requested.append((path, what, fix))
 
     def free(condition: object, path: str, what: str, fix: str) -> None:
         if condition:
@@ -64,7 +64,7 @@ def not_yet(spec: Spec) -> list[Problem]:
             ask(axis == "dp_shard" and word == AUTO, path, "'dp_shard: auto'", "write S(0) or R")
     problems = [
         Problem(f"{what} is not available yet in this version", spec.origin(path), fix)
-        for path, what, fix in asked
+        for path, what, fix in requested
     ]
     problems += [
         Problem(f"{what} is left to the planner", spec.origin(path), f"run meshplan plan, or {fix}")

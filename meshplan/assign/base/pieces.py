@@ -17,7 +17,7 @@ from meshplan.model.graph import ModelGraph, ModuleInfo, TensorInfo
 
 
 def share_out(
-    graph: ModelGraph, info: ModuleInfo, style: Style, said: Preset, size: int, tp: int
+    graph: ModelGraph, info: ModuleInfo, style: Style, preset: Preset, size: int, tp: int
 ) -> tuple[Piece, ...] | Problem:
     """Return how tp divides a dim of this size: its pieces, or () to shard the dim as a whole.
 
@@ -28,19 +28,19 @@ def share_out(
         graph: The model.
         info: The module.
         style: The style, which determines the dim.
-        said: The style's name as stated, and the reason.
+        preset: The style's name as stated, and the reason.
         size: Size of the dim.
         tp: Number of ranks of tp.
     """
     if "S(-1)" not in (style.input[0], style.output[1]):
         return ()
     if style.name == "packed_colwise":
-        return _packed(info, said, size, tp)
+        return _packed(info, preset, size, tp)
     if info.packed > 1 and style.cut_dim == "out":
         return Problem(
             f"{info.fqn} ({info.type}) fuses {info.packed} projections in one weight, and "
-            f"'{said.word}' would cut across them",
-            said.reason.origin,
+            f"'{preset.word}' would cut across them",
+            preset.reason.origin,
             "use packed_colwise",
         )
     heads = size // info.head_dim if info.head_dim else 0
@@ -52,13 +52,13 @@ def share_out(
     if heads and heads % tp:
         return Problem(
             f"{info.fqn}: {heads} heads of {info.head_dim} do not divide by tp {tp}",
-            said.reason.origin,
+            preset.reason.origin,
             divisor_fix(heads, tp, "q, k, v and the output projection"),
         )
     if size % tp:
         return Problem(
             f"{info.fqn}: its dim '{style.cut_dim}' of size {size} does not divide by tp {tp}",
-            said.reason.origin,
+            preset.reason.origin,
             divisor_fix(size, tp, "this module and its counterparts"),
         )
     return ()
@@ -79,10 +79,10 @@ def out_width(graph: ModelGraph, info: ModuleInfo) -> int | None:
     return weight.shape[weight.dims.index("out")] if weight is not None else None
 
 
-def _packed(info: ModuleInfo, said: Preset, size: int, tp: int) -> tuple[Piece, ...] | Problem:
+def _packed(info: ModuleInfo, preset: Preset, size: int, tp: int) -> tuple[Piece, ...] | Problem:
     """Return the pieces of a fused weight, each of which is sharded separately, or the problem."""
-    origin = said.reason.origin
-    _, stated = parse_packed(said.word)
+    origin = preset.reason.origin
+    _, stated = parse_packed(preset.word)
     sizes = stated or info.pieces
     if len(stated) == 1:
         sizes = (size // stated[0],) * stated[0]

@@ -19,10 +19,10 @@ from meshplan.model.heads import role
 
 
 def multihead_pieces(
-    graph: ModelGraph, info: ModuleInfo, said: Preset, tp: int, *, sequence_parallel: bool
+    graph: ModelGraph, info: ModuleInfo, preset: Preset, tp: int, *, sequence_parallel: bool
 ) -> tuple[Piece, ...] | Problem:
     """Return the three pieces q, k and v, each with all heads, or why tp cannot divide them."""
-    origin = said.reason.origin
+    origin = preset.reason.origin
     heads, head_dim = role(info.sizes, "heads") or 0, role(info.sizes, "head_dim") or 0
     if any(t.fqn.endswith(".bias_k") or t.fqn == "bias_k" for t in graph.owned(info.fqn)):
         what = f"{info.fqn} adds a bias to its keys (add_bias_kv), which tp cannot shard"

@@ -58,11 +58,11 @@ def assign_tp(
                 by_rule[found.rule.index] = found
         out.problems += [no_axis("tp", mesh, spec.origin(s.path)) for s in by_rule.values()]
         return out
-    stated = {fqn: _said(spec, s) for fqn, s in by_rules.items() if s.value != AUTO}
-    for fqn, said in preset.items():
+    stated = {fqn: _stated_preset(spec, s) for fqn, s in by_rules.items() if s.value != AUTO}
+    for fqn, entry in preset.items():
         around = cascade.inherited(fqn, _FIELD)
         if fqn not in stated and (around is None or around.value != "R"):
-            stated[fqn] = said
+            stated[fqn] = entry
     for fqn in graph.modules:
         if fqn in stated:
             info = graph.modules[fqn]
@@ -70,16 +70,16 @@ def assign_tp(
     for tensor in graph.parameters:
         found = cascade.param(tensor, _FIELD)
         if found:
-            _assign_param(graph, tensor, _said(spec, found), out)
+            _assign_param(graph, tensor, _stated_preset(spec, found), out)
     order: dict[Origin | None, int] = {spec.origin(s.path): s.rule.index for s in by_rules.values()}
     out.problems.sort(key=lambda problem: order.get(problem.origin, len(spec.rules)))
-    proved = {fqn for fqn, said in stated.items() if said.is_proved}
+    proved = {fqn for fqn, entry in stated.items() if entry.is_proved}
     check_tied(graph, mesh, out, proved)
     check_pairs(mesh, out, proved)
     check_shared(graph, mesh, out, proved)
     local_attributes(graph, mesh, out)
-    says_nothing = spec.tp_plan == "none" and not any("tp" in rule.place for rule in spec.rules)
-    if mesh.size("tp") > 1 and says_nothing:
+    is_off = spec.tp_plan == "none" and not any("tp" in rule.place for rule in spec.rules)
+    if mesh.size("tp") > 1 and is_off:
         out.problems.append(
             Problem(
                 f"the tp axis of size {mesh.size('tp')} shards nothing: "
@@ -92,7 +92,7 @@ def assign_tp(
     return out
 
 
-def _said(spec: Spec, statement: Stated) -> Preset:
+def _stated_preset(spec: Spec, statement: Stated) -> Preset:
     """Return the statement of a rule as a `Preset`."""
     return Preset(str(statement.value), Reason(statement.text, spec.origin(statement.path)))
 
@@ -101,11 +101,11 @@ def _assign_module(
     graph: ModelGraph,
     mesh: Mesh,
     info: ModuleInfo,
-    said: Preset,
+    entry: Preset,
     out: TensorParallel,
     sequence_parallel: bool,
 ) -> None:
-    word, reason = said.word, said.reason
+    word, reason = entry.word, entry.reason
     if word in PLANNED_STYLES:
         return  # Reported by `not_yet`.
     owned = [t for t in graph.owned(info.fqn) if not t.is_buffer]
@@ -121,15 +121,15 @@ def _assign_module(
             for tensor in owned:
                 _cut_param(graph, tensor, dim, reason, out)
             return
-        report(out, _cannot_take(graph, info, said))
+        report(out, _cannot_take(graph, info, entry))
         return
-    pieces: tuple[Piece, ...] | Problem = said.pieces
-    if style.cut_dim and not said.is_proved:
-        pieces = _share_out(graph, mesh, info, style, said, sequence_parallel)
+    pieces: tuple[Piece, ...] | Problem = entry.pieces
+    if style.cut_dim and not entry.is_proved:
+        pieces = _share_out(graph, mesh, info, style, entry, sequence_parallel)
     if isinstance(pieces, Problem):
         report(out, pieces)
         return
-    out.styles[info.fqn] = StyleUse(style, "tp", reason, pieces, is_proved=said.is_proved)
+    out.styles[info.fqn] = StyleUse(style, "tp", reason, pieces, is_proved=entry.is_proved)
     if info.kind == "mha":
         for tensor, layout in multihead_cuts(graph, info, mesh.size("dp_shard")):
             _record(out, tensor, TensorCut(layout, False, reason))
@@ -147,14 +147,14 @@ def _dims(tensor: TensorInfo, owner: ModuleInfo) -> tuple[str, ...]:
     return dims_of(owner.kind, leaf, len(tensor.shape))
 
 
-def _cannot_take(graph: ModelGraph, info: ModuleInfo, said: Preset) -> Problem:
-    word = said.word
+def _cannot_take(graph: ModelGraph, info: ModuleInfo, entry: Preset) -> Problem:
+    word = entry.word
     name = info.fqn or "the root module"
     dim = parse_placement(word)
     if dim is not None and info.kind in WEIGHT_DIMS:
         ndim = len(WEIGHT_DIMS[info.kind])
         what = f"the weight of {name} has {ndim} dims, so it has no dim {dim}"
-        return Problem(what, said.reason.origin, f"use S(0) to S({ndim - 1})")
+        return Problem(what, entry.reason.origin, f"use S(0) to S({ndim - 1})")
     kinds = kinds_of(word) or ("linear", "conv1d", "embedding")
     below = [
         m.fqn
@@ -168,7 +168,7 @@ def _cannot_take(graph: ModelGraph, info: ModuleInfo, said: Preset) -> Problem:
     a = "an" if kinds[0][0] in "aeiou" else "a"
     return Problem(
         f"'{word}' cannot be applied to {name} ({info.type}): it needs {a} {_either(kinds)} module",
-        said.reason.origin,
+        entry.reason.origin,
         fix,
     )
 
@@ -182,24 +182,24 @@ def _share_out(
     mesh: Mesh,
     info: ModuleInfo,
     style: Style,
-    said: Preset,
+    entry: Preset,
     sequence_parallel: bool,
 ) -> tuple[Piece, ...] | Problem:
     """Return how tp divides the dim that the style shards; see `pieces.share_out`."""
     if info.kind == "mha":
         tp = mesh.size("tp")
-        return multihead_pieces(graph, info, said, tp, sequence_parallel=sequence_parallel)
+        return multihead_pieces(graph, info, entry, tp, sequence_parallel=sequence_parallel)
     dim = style.cut_dim or ""
     weight = next((t for t in graph.owned(info.fqn) if dim in _dims(t, info)), None)
     if weight is None:
         return Problem(
             f"{info.fqn} ({info.type}) has no parameter with a dim '{dim}': its weight is "
             "computed from other parameters (as by weight_norm)",
-            said.reason.origin,
+            entry.reason.origin,
             "leave this module out of tp",
         )
     size = weight.shape[_dims(weight, info).index(dim)]
-    return share_out(graph, info, style, said, size, mesh.size("tp"))
+    return share_out(graph, info, style, entry, size, mesh.size("tp"))
 
 
 def _cut(
@@ -230,8 +230,10 @@ def _cut(
         _record(out, tensor, TensorCut(layout, False, why))
 
 
-def _assign_param(graph: ModelGraph, tensor: TensorInfo, said: Preset, out: TensorParallel) -> None:
-    word, reason = said.word, said.reason
+def _assign_param(
+    graph: ModelGraph, tensor: TensorInfo, entry: Preset, out: TensorParallel
+) -> None:
+    word, reason = entry.word, entry.reason
     dim = parse_placement(word)
     if word == "R":
         whole = Layout.whole(len(tensor.shape))

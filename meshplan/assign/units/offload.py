@@ -111,8 +111,8 @@ def assign_host_activations(
             )
         )
     for block in blocks:
-        asked, path = _stated(spec, cascade, block, "activations")
-        if asked:
+        is_offloaded, path = _stated(spec, cascade, block, "activations")
+        if is_offloaded:
             out[block] = Reason(f"{_FIELD}: activations", spec.origin(path))
     for fqn, stated in cascade.modules_with(_ACTIVATIONS):
         if not stated.value or any(is_inside(block, fqn) for block in blocks):

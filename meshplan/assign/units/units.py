@@ -239,10 +239,10 @@ class _UnitBuilder:
         ), reason
 
     def _on_host(self, fqn: str, is_sharded: bool) -> bool:
-        asked, problem = params_on_host(self.spec, self.cascade, fqn, is_sharded=is_sharded)
+        on_host, problem = params_on_host(self.spec, self.cascade, fqn, is_sharded=is_sharded)
         if problem is not None and fqn in self.with_params:
             self.out.report(problem)
-        return asked
+        return on_host
 
     def _check_place(self, stated: Stated) -> None:
         origin = self.spec.origin(stated.path)

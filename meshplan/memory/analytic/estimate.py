@@ -51,7 +51,7 @@ def estimate_analytic(
     stop_above_bytes: float = float("inf"),
     worst_routing: bool = False,
     try_expandable: bool = True,
-    tells_modules: bool = False,
+    by_module: bool = False,
     stage_guess_bytes: Sequence[float] = (),
     played: Played | None = None,
 ) -> MemoryEstimate:
@@ -68,7 +68,7 @@ def estimate_analytic(
             token.
         try_expandable: If True and the plan does not fit, also report how many bytes torch would
             reserve with `expandable_segments:True`.
-        tells_modules: If True, also break the peak down by module.
+        by_module: If True, also break the peak down by module.
         stage_guess_bytes: A guess of the bytes that ranks need, by position along pp. Ranks with
             larger guesses are replayed first, so that a plan that does not fit is rejected early.
             If empty, ranks of the last stages are replayed first, because they compute the loss,
@@ -87,7 +87,7 @@ def estimate_analytic(
     works = analytic_microbatches(plan, micro, seq_len, device=device, played=played)
     # Results for expandable segments, modules and compiled blocks are computed from logs. A search
     # asks for none of these, and needs only peaks.
-    keeps_logs = try_expandable or tells_modules or bool(plan.assignment.compiled)
+    keeps_logs = try_expandable or by_module or bool(plan.assignment.compiled)
     ranks = AnalyticRanks(
         [each[0] for each in groups],
         lambda rank, summarised: _log_of(works, plan, rank, summarised=summarised),
@@ -102,16 +102,16 @@ def estimate_analytic(
     if stage_guess_bytes:
         places = [plan.mesh.index(ranks[0], ("pp",)) for ranks in groups]
         order.sort(key=lambda number: -stage_guess_bytes[places[number]])
-    told = ranks.tell(order)
-    logs = [each.log for each in told if each.log is not None]
+    results = ranks.results(order)
+    logs = [each.log for each in results if each.log is not None]
     found = assemble_figures(
         plan,
         groups,
-        [each.figures for each in told],
+        [each.figures for each in results],
         device=device,
         limit_bytes=limit_bytes,
         tier=Tier.REPLAY,
-        certified=certified + _in_brief(sum(each.is_full for each in told), len(groups)),
+        certified=certified + _summary_note(sum(each.is_full for each in results), len(groups)),
         assumed=(
             ("inputs of a rank's step", shape),
             ("loss", _CROSS_ENTROPY + in_chunks(plan)),
@@ -119,12 +119,14 @@ def estimate_analytic(
             *_of_experts(plan, worst_routing=worst_routing),
         ),
         notes=notes,
-        error=[each.error for each in told],
+        error=[each.error for each in results],
         least=[least_bytes(plan, log, device) for log in logs],
     )
     if try_expandable:
-        found = with_packed(found, plan, [each.held for each in told if each.held is not None])
-    if tells_modules:
+        found = with_packed(
+            found, plan, [each.replayed for each in results if each.replayed is not None]
+        )
+    if by_module:
         found = with_modules(found, plan, logs)
     return found
 
@@ -215,7 +217,7 @@ def in_chunks(plan: Plan) -> str:
     return f", head and loss computed over {chunks} chunks of the tokens" if chunks > 1 else ""
 
 
-def _in_brief(num_in_full: int, num_groups: int) -> str:
+def _summary_note(num_in_full: int, num_groups: int) -> str:
     """Return a phrase that says on which ranks microbatches were summarised; "" if on none."""
     if num_in_full == num_groups:
         return ""
@@ -225,10 +227,10 @@ def _in_brief(num_in_full: int, num_groups: int) -> str:
 
 def _log_of(works: Works, plan: Plan, rank: int, *, summarised: bool) -> EventLog:
     """Return the event log of one rank's step."""
-    work, foreach = works.of_rank(rank, summarised=summarised), is_uniform(plan.assignment)
+    trace, foreach = works.of_rank(rank, summarised=summarised), is_uniform(plan.assignment)
     has_host = bool(offloads_params(plan.assignment) or plan.assignment.host_activations)
     optimizer = plan.spec.optimizer
-    return replay(work, plan, optimizer, rank=rank, foreach=foreach, has_host=has_host)
+    return replay(trace, plan, optimizer, rank=rank, foreach=foreach, has_host=has_host)
 
 
 def streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:
@@ -303,5 +305,5 @@ def analytic_log(
     works = analytic_microbatches(
         plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place, spread=spread, device=device
     )
-    work = works.of_rank(rank)
-    return replay(work, plan, optimizer, rank=rank, foreach=foreach, has_host=has_host)
+    trace = works.of_rank(rank)
+    return replay(trace, plan, optimizer, rank=rank, foreach=foreach, has_host=has_host)

@@ -51,13 +51,13 @@ class Works(Protocol):
 class _Same:
     """The microbatch of a plan without a pipeline, where all ranks have the same one."""
 
-    work: Prepared
+    prepared: Prepared
     summarised: bool = False
     only_summarised: bool = False
 
     def of_rank(self, rank: int, *, summarised: bool = False) -> Prepared:
         """Return the microbatch, which is the same for every rank."""
-        return self.work
+        return self.prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +123,10 @@ def analytic_microbatches(
         is_cuda=is_cuda,
         in_place=in_place,
         styled=styled_of(plan),
-        lays_itself=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
+        relaid_at_once=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
         spread=spread or spread_of(plan),
         loss_chunks=loss_chunks_of(plan),
-        hosted=frozenset(map(_number, plan.assignment.host_activations)),
+        offloaded=frozenset(map(_number, plan.assignment.host_activations)),
     )
     shape = shape_of(plan.graph)
     if stages is not None:
@@ -160,8 +160,8 @@ class LastPlayed:
 
     def played(self, shape: Shape, run: MicrobatchSpec, *, in_place: bool) -> Prepared:
         """Return one microbatch; it is shared, so callers must not modify it."""
-        for *asked, prepared in tuple(self._last):
-            if asked == [shape, run, in_place]:
+        for *key, prepared in tuple(self._last):
+            if key == [shape, run, in_place]:
                 return prepared
         prepared = Prepared(play(tape_of(shape, run), sums_in_place=in_place))
         self._last.append((shape, run, in_place, prepared))
@@ -197,7 +197,7 @@ def refusals(plan: Plan) -> Iterator[Problem]:
     blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
     experts = {f"{fqn}.mlp.experts" for fqn in blocks}
     others = {word for r in a.recompute.values() for word in r.policy.save}.difference(PRODUCTS)
-    for is_there, what in (
+    for is_present, what in (
         *((True, problem.what) for problem in styled_of(plan).check()),
         # transformers takes sequence length and positions from the shape of its input.
         (
@@ -215,7 +215,7 @@ def refusals(plan: Plan) -> Iterator[Problem]:
         (bool(a.experts.keys() - experts), "experts in modules other than mlp.experts"),
         (_is_autocast(plan), "parameters with several compute dtypes"),
     ):
-        if is_there:
+        if is_present:
             yield Problem(
                 f"the estimate from a config has no rules for {what}",
                 fix="write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch",
@@ -271,8 +271,8 @@ def _near(plan: Plan, stages: Stages, rank: int) -> set[int]:
 
     The first and the last block of the model are included.
     """
-    held = stages.of_rank(plan.mesh.index(rank, ("pp",)))
-    near = {each for stage in held for each in (stage - 1, stage, stage + 1)}
+    own_stages = stages.of_rank(plan.mesh.index(rank, ("pp",)))
+    near = {each for stage in own_stages for each in (stage - 1, stage, stage + 1)}
     blocks = plan.graph.blocks()
     known = {fqn for fqn, stage in stages.units if stage in near}.intersection(blocks)
     return {_number(fqn) for fqn in (blocks[0], *known, blocks[-1])}

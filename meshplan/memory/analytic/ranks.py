@@ -47,13 +47,13 @@ class AnalyticRank(NamedTuple):
         figures: Peak, categories and reserved bytes.
         is_full: True if every microbatch was expanded, False if some were summarised.
         log: The step without cuBLAS's workspaces; None if logs are not kept.
-        held: The result of playing the log on the allocator; None if logs are not kept.
+        replayed: The result of playing the log on the allocator; None if logs are not kept.
     """
 
     figures: RankSummary
     is_full: bool
     log: EventLog | None = None
-    held: ReservedLog | None = None
+    replayed: ReservedLog | None = None
 
     @property
     def error(self) -> float:
@@ -72,7 +72,7 @@ class AnalyticRanks:
     Args:
         ranks: The first rank of each group of equal ranks.
         write: Maps (rank, whether to summarise) to the log of the rank's step.
-        holding: Plays logs on the allocator, with a cache.
+        replays: Plays logs on the allocator, with a cache.
         summarised: If True, the step is so long that only the ranks that need the most memory
             should be expanded in full.
         only_summarised: If True, the step is so long that no rank should be expanded in full.
@@ -85,18 +85,18 @@ class AnalyticRanks:
         self,
         ranks: Sequence[int],
         write: Callable[[int, bool], EventLog],
-        holding: ReplayCache,
+        replays: ReplayCache,
         *,
         summarised: bool,
         only_summarised: bool,
         stop_above_bytes: float,
         keeps_logs: bool,
     ) -> None:
-        self._ranks, self._write, self._holding = ranks, write, holding
-        self._in_brief, self._only_in_brief = summarised, only_summarised
-        self._most_bytes, self._keeps_logs = stop_above_bytes, keeps_logs
+        self._ranks, self._write, self._replays = ranks, write, replays
+        self._summarised, self._only_summarised = summarised, only_summarised
+        self._stop_above_bytes, self._keeps_logs = stop_above_bytes, keeps_logs
 
-    def tell(self, order: Sequence[int]) -> list[AnalyticRank]:
+    def results(self, order: Sequence[int]) -> list[AnalyticRank]:
         """Return the result of each rank, in the order of `ranks`.
 
         Args:
@@ -115,10 +115,10 @@ class AnalyticRanks:
         else:  # A plan over the limit usually ends with its first rank, and forking takes time.
             done = [first(order[0]), *each(first, order[1:])]
         found = dict(zip(order, done, strict=True))
-        told = [found[number] for number in range(len(order))]
-        if not self._only_in_brief:
-            self._tell_highest(told)
-        return told
+        results = [found[number] for number in range(len(order))]
+        if not self._only_summarised:
+            self._expand_highest(results)
+        return results
 
     def _first(self, number: int, *, before_all: int) -> AnalyticRank:
         """Return the result of the rank with index `number` in `ranks`.
@@ -126,46 +126,48 @@ class AnalyticRanks:
         The rank is expanded in full if all ranks are, or if its summarised log exceeds the limit.
         `before_all` is the index of the rank that is computed first.
         """
-        told = self._of(number, summarised=self._in_brief, is_first=number == before_all)
-        if self._in_brief and told.figures.reserve.reserved_bytes > self._most_bytes:
+        result = self._of(number, summarised=self._summarised, is_first=number == before_all)
+        if self._summarised and result.figures.reserve.reserved_bytes > self._stop_above_bytes:
             # The summary may overstate reserved bytes, so check the limit with the full log.
             return self._of(number, summarised=False)
-        return told
+        return result
 
     def _of(self, number: int, *, summarised: bool, is_first: bool = False) -> AnalyticRank:
-        rank, stop_above_bytes = self._ranks[number], self._most_bytes
+        rank, stop_above_bytes = self._ranks[number], self._stop_above_bytes
         log = self._write(rank, summarised)
-        can_tell = summarised and not self._only_in_brief and stop_above_bytes < math.inf
+        may_stop = summarised and not self._only_summarised and stop_above_bytes < math.inf
         # The first rank usually decides, so check its cheap lower bound before playing the log on
         # the allocator. Other ranks usually fit, and their logs must then be played in any case.
-        if can_tell and is_first and log.pooled_bytes > stop_above_bytes:
+        if may_stop and is_first and log.pooled_bytes > stop_above_bytes:
             raise OverError(rank, log.pooled_bytes)
-        held = self._holding.of(log)
-        reserved = held.reserve.reserved_bytes
-        if can_tell and reserved > stop_above_bytes and log.pooled_bytes > stop_above_bytes:
+        replayed = self._replays.of(log)
+        reserved = replayed.reserve.reserved_bytes
+        if may_stop and reserved > stop_above_bytes and log.pooled_bytes > stop_above_bytes:
             raise OverError(rank, log.pooled_bytes)
-        if reserved > stop_above_bytes and (self._only_in_brief or not summarised):
+        if reserved > stop_above_bytes and (self._only_summarised or not summarised):
             raise OverError(rank, reserved)
-        kept = (log, held) if self._keeps_logs else ()
-        return AnalyticRank(held.figures, not summarised, *kept)
+        kept = (log, replayed) if self._keeps_logs else ()
+        return AnalyticRank(replayed.figures, not summarised, *kept)
 
-    def _tell_highest(self, told: list[AnalyticRank]) -> None:
+    def _expand_highest(self, results: list[AnalyticRank]) -> None:
         """Expand the rank with the highest `high_bytes`, until the highest is expanded in full.
 
         This changes only the ranks' reserved bytes, not their requested bytes.
         """
         # With a second core, also expand the rank that will probably be the highest next.
         ahead: dict[int, AnalyticRank | OverError] = {}
-        while not told[highest := max(range(len(told)), key=lambda n: told[n].high_bytes)].is_full:
+        while not results[
+            highest := max(range(len(results)), key=lambda n: results[n].high_bytes)
+        ].is_full:
             if highest not in ahead:
                 some = [highest]
                 if not self._keeps_logs and has_another():
-                    some += _next_ones(told, highest)
+                    some += _expand_next(results, highest)
                 ahead.update(zip(some, each(self._in_full, some), strict=True))
             found = ahead[highest]
             if isinstance(found, OverError):
                 raise found
-            told[highest] = found
+            results[highest] = found
 
     def _in_full(self, number: int) -> AnalyticRank | OverError:
         """Return the result of one rank expanded in full, or the error if it is over the limit.
@@ -179,12 +181,12 @@ class AnalyticRanks:
             return error
 
 
-def _next_ones(told: Sequence[AnalyticRank], highest: int) -> list[int]:
+def _expand_next(results: Sequence[AnalyticRank], highest: int) -> list[int]:
     """Return the index of the rank to expand after `highest`, as a list; [] if there is none.
 
     The guess assumes that `highest` reserves as much in full as summarised.
     """
-    others = [n for n in range(len(told)) if n != highest]
-    whole = told[highest]._replace(is_full=True).high_bytes
-    then = max(others, key=lambda n: told[n].high_bytes, default=highest)
-    return [] if told[then].is_full or told[then].high_bytes <= whole else [then]
+    others = [n for n in range(len(results)) if n != highest]
+    whole = results[highest]._replace(is_full=True).high_bytes
+    then = max(others, key=lambda n: results[n].high_bytes, default=highest)
+    return [] if results[then].is_full or results[then].high_bytes <= whole else [then]

@@ -11,11 +11,11 @@ from typing import Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.dtypes import DTYPE_BYTES
-from meshplan.layout.schedules import SCHEDULES, actions, released, telling
+from meshplan.layout.schedules import SCHEDULES, actions, num_to_simulate, released
 from meshplan.memory.repeat.equal_stages import outline_of
 from meshplan.memory.replay import Prepared
 from meshplan.memory.stages.microbatch import StageWork, play_stage
-from meshplan.memory.stages.rank import work_of_rank
+from meshplan.memory.stages.rank import trace_of_rank
 from meshplan.memory.stages.split_backward import play_split_backward
 from meshplan.memory.stages.tape import StageTape, TapeCutter
 from meshplan.memory.tape.tape import Tape
@@ -51,8 +51,8 @@ class Played:
             while len(self._known) >= _MOST_PLAYED:
                 del self._known[next(iter(self._known))]
             self._known[alike] = names, play()
-        others, work = self._known[alike]
-        return work if names == others else work.renamed(dict(zip(others, names, strict=True)))
+        others, trace = self._known[alike]
+        return trace if names == others else trace.renamed(dict(zip(others, names, strict=True)))
 
 
 class StageWorks:
@@ -82,7 +82,7 @@ class StageWorks:
         self._cutter = TapeCutter(tape, self._stages, widening=_widening(plan))
         stages = self._stages
         schedule = SCHEDULES[stages.schedule]
-        count = telling(schedule, stages.num_ranks, stages.microbatches)
+        count = num_to_simulate(schedule, stages.num_ranks, stages.microbatches)
         self._orders = actions(schedule, stages.num_ranks, stages.virtual, count)
         num_rows = len(tape.rows) * count
         self.summarised, self.only_summarised = num_rows > _MOST, num_rows > _FAR_TOO_MANY
@@ -104,13 +104,13 @@ class StageWorks:
         """
         place = self._plan.mesh.index(rank, ("pp",))
         if (place, summarised) not in self._found:
-            held, order = self._stages.of_rank(place), self._orders[place]
+            own_stages, order = self._stages.of_rank(place), self._orders[place]
             split = {action.stage for action in order if action.kind == "I"}
             unsplit = {action.stage for action in order if action.kind == "B"}
             halved = {stage: self._part(stage, in_halves=True) for stage in split}
             whole = {stage: self._part(stage) for stage in unsplit}
-            parts = {stage: whole.get(stage) or halved[stage] for stage in held}
-            work = work_of_rank(
+            parts = {stage: whole.get(stage) or halved[stage] for stage in own_stages}
+            trace = trace_of_rank(
                 parts,
                 self._stages,
                 order,
@@ -119,7 +119,7 @@ class StageWorks:
                 summarised=summarised,
                 halved=halved,
             )
-            self._found[place, summarised] = Prepared(work)
+            self._found[place, summarised] = Prepared(trace)
         return self._found[place, summarised]
 
     def _part(self, stage: int, *, in_halves: bool = False) -> StageWork:
@@ -161,7 +161,7 @@ def _unknown(plan: Plan, tape: Tape) -> Iterator[Problem]:
     stages = a.stages
     units = [module for module, _ in stages.units]
     blocks = [fqn for fqn, _, _ in tape.units]
-    for is_there, what, fix in (
+    for is_present, what, fix in (
         (len(set(units)) < len(units), "modules that run twice in a pipeline", ""),
         (
             any(unit != block and is_inside(unit, block) for unit in units for block in blocks),
@@ -174,7 +174,7 @@ def _unknown(plan: Plan, tape: Tape) -> Iterator[Problem]:
             f"use a multiple of {stages.microbatches} for batch.micro",
         ),
     ):
-        if is_there:
+        if is_present:
             otherwise = (
                 "write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch"
             )

@@ -33,7 +33,7 @@ def assemble(
     assumed: tuple[tuple[str, str], ...] = (),
     notes: Sequence[str] = (),
     error: float | Sequence[float] = 0.0,
-    held: Mapping[int, ReservedLog] = MappingProxyType({}),
+    replayed: Mapping[int, ReservedLog] = MappingProxyType({}),
 ) -> MemoryEstimate:
     """Return the memory of every rank, compared with the limit and with the textbook's figure.
 
@@ -48,10 +48,10 @@ def assemble(
         assumed: Assumptions about what the plan does not state, as (subject, assumption) pairs.
         notes: Sentences to show to the reader of the estimate.
         error: Possible relative error of the logs: one number for all, or one for each log.
-        held: Logs that were played on the allocator already, by their index in `logs`.
+        replayed: Logs that were played on the allocator already, by their index in `logs`.
     """
     holding = ReplayCache(device, plan.spec)
-    known = [held.get(number) or holding.of(log) for number, log in enumerate(logs)]
+    known = [replayed.get(number) or holding.of(log) for number, log in enumerate(logs)]
     estimate = assemble_figures(
         plan,
         groups,
@@ -135,7 +135,7 @@ def assemble_figures(
 
 
 def with_packed(
-    estimate: MemoryEstimate, plan: Plan, held: Sequence[ReservedLog]
+    estimate: MemoryEstimate, plan: Plan, replayed: Sequence[ReservedLog]
 ) -> MemoryEstimate:
     """Add to an estimate that does not fit how many bytes expandable segments would reserve.
 
@@ -144,13 +144,13 @@ def with_packed(
     Args:
         estimate: The estimate to complete.
         plan: The plan that the estimate is of.
-        held: The played log of the first rank of each group.
+        replayed: The played log of the first rank of each group.
     """
     if estimate.worst.fits is not False or plan.spec.allocator != "default":
         return estimate
     groups = list(estimate.groups)
     worst = groups.index(estimate.worst)
-    packed = reserve(held[worst].log, expandable=True).reserved_bytes
+    packed = reserve(replayed[worst].log, expandable=True).reserved_bytes
     groups[worst] = replace(groups[worst], packed_bytes=packed)
     return replace(estimate, groups=tuple(groups))
 

@@ -61,8 +61,8 @@ def host_of(hardware: HardwareSpec | None, groups: Iterable[HostRanks]) -> Host 
         return None
     per_node = hardware.gpus_per_node if hardware is not None else _DEVICES
     nodes: dict[int, int] = {}
-    for rank, held in by_rank.items():
-        nodes[rank // per_node] = nodes.get(rank // per_node, 0) + held
+    for rank, host_bytes in by_rank.items():
+        nodes[rank // per_node] = nodes.get(rank // per_node, 0) + host_bytes
     stated = hardware is not None and hardware.host_memory_bytes is not None
     mean = sum(nodes.values()) // len(nodes)
     return Host(max(nodes.values()), mean, host_limit(hardware), stated)

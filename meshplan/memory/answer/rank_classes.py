@@ -49,13 +49,13 @@ def _grouped(
     # Each column has a value for every rank; ranks that agree in all columns are equal.
     columns: list[Sequence[object]] = [place, *(mesh.indices((axis,)) for axis in axes)]
     turns: dict[tuple[str, ...], dict[int, set[int]]] = {}
-    for cut, held in uneven:
+    for cut, places in uneven:
         if cut.is_nested(mesh):
             kinds = zip(place, cut.kinds(mesh), strict=True)
-            columns.append([kind if at in held else None for at, kind in kinds])
+            columns.append([kind if at in places else None for at, kind in kinds])
             continue
         for joint, ends in cut.turns(mesh).items():
-            for at in held:
+            for at in places:
                 turns.setdefault(joint, {}).setdefault(at, set()).update(ends)
     # Two ranks have shards of equal sizes along an axis if no change of size is between them.
     for joint, by_place in turns.items():
@@ -140,8 +140,8 @@ def _cuts(assignment: Assignment) -> Mapping[_ShardPattern, set[int]]:
         key = placed.info.shape, *map(id, layouts)
         if key not in seen:
             seen[key] = tuple(_ShardPattern(placed.info.shape, layout) for layout in layouts)
-        held = [0] if stages is None else map(stages.rank_of, stages.tensors[fqn])
-        places = {*held}
+        ranks_of = [0] if stages is None else map(stages.rank_of, stages.tensors[fqn])
+        places = {*ranks_of}
         for cut in seen[key]:
             out.setdefault(cut, set()).update(places)
     return out

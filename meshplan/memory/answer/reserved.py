@@ -78,7 +78,9 @@ class ReplayCache:
     def of(self, log: EventLog) -> ReservedLog:
         """Add workspaces to a log, play it, and return the result."""
         whole = with_workspaces(log, self._device)
-        found = next((held for known, held in self._known if _do_the_same(known, log)), None)
+        found = next(
+            (replayed for known, replayed in self._known if _do_the_same(known, log)), None
+        )
         if found is None:
             found = reserve(whole, expandable=self._grows)
             self._known.append((log, found))

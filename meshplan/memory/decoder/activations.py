@@ -24,7 +24,7 @@ def activate(w: TapeBuilder, x: int, name: str) -> int:
         "pow", (x,), size, keeps=(x,), workspace_backward_bytes=2 * size, grads=(Grad(x, size),)
     )
     inner = w.add(x, w.scale(cube))
-    bent = w.shift(w.unary("tanh", w.scale(inner), keeps_out=True))
-    out = w.mul(half, bent)
+    activated = w.shift(w.unary("tanh", w.scale(inner), keeps_out=True))
+    out = w.mul(half, activated)
     w.touch(x)
     return out

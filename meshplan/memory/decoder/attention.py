@@ -82,8 +82,8 @@ def _in_full(w: TapeBuilder, q: int, k: int, v: int, head_dim: int, seq_len: int
     bias = w.row("where", (mask,), seq_len * seq_len * w.element_bytes)
     keys, values = repeated(k), repeated(v)
     shrunk = w.scale(keys)
-    laid = w.shift(scaled, "clone")
-    masked = w.shift(product(laid, shrunk, scores))
+    contiguous = w.shift(scaled, "clone")
+    masked = w.shift(product(contiguous, shrunk, scores))
     shares = w.row(
         "_safe_softmax", (masked,), scores, keeps_out=True, grads=(Grad(masked, scores),)
     )

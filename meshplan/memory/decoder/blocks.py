@@ -20,7 +20,7 @@ from meshplan.memory.decoder.experts import sparse_mlp
 from meshplan.memory.decoder.mla import latent_attention
 from meshplan.memory.decoder.sizes import Shape
 from meshplan.memory.decoder.sp_boundary import gather
-from meshplan.memory.decoder.tp_ops import Entered, cut_otherwise, project
+from meshplan.memory.decoder.tp_ops import Entered, project, style_mismatch
 from meshplan.memory.tape.ops import TapeBuilder
 
 
@@ -43,7 +43,7 @@ def _attend(w: TapeBuilder, shape: Shape, q: int, k: int, v: int, part: BlockCon
     # With more tp ranks than kv heads, all ranks whose queries share a kv head compute that head.
     kv_width = shape.kv_width // (min(part.styled.tp, shape.kv_heads) if is_cut else 1)
     if not w.size(k) == w.size(v) == w.tokens * kv_width * w.element_bytes:
-        raise cut_otherwise(w.module)
+        raise style_mismatch(w.module)
     if part.caches:
         k, v = w.cat(k), w.cat(v)
     if part.gathered is not None:
@@ -129,11 +129,11 @@ def gated_mlp(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
     """Append `LlamaMLP`."""
     entered, bias = Entered(), shape.mlp_bias
     gate = project(w, part.styled, entered, x, shape.hidden, shape.mlp, "gate_proj", bias=bias)
-    bent = activate(w.at(f"{w.module}.act_fn"), gate, shape.activation)
+    activated = activate(w.at(f"{w.module}.act_fn"), gate, shape.activation)
     up = project(w, part.styled, entered, x, shape.hidden, shape.mlp, "up_proj", bias=bias)
-    if w.size(bent) != w.size(up):
-        raise cut_otherwise(w.module)
-    product = w.mul(bent, up)
+    if w.size(activated) != w.size(up):
+        raise style_mismatch(w.module)
+    product = w.mul(activated, up)
     return project(
         w, part.styled, entered, product, shape.mlp, shape.hidden, "down_proj", bias=bias
     )
@@ -143,14 +143,14 @@ def expert_mlp(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
     """Append a mixture of experts, with its shared expert if there is one."""
     if shape.gates_shared:
         return _beside_gated(w, shape, x, part)
-    routed, held = sparse_mlp(w, shape, x, part.spread)
+    routed, in_frame = sparse_mlp(w, shape, x, part.spread)
     if not shape.shared_mlp:
-        w.touch(*held)
+        w.touch(*in_frame)
         return routed
     shared = replace(shape, mlp=shape.shared_mlp)
     own = gated_mlp(w.at(f"{w.module}.shared_experts"), shared, x, part)
     out = w.add(routed, own)
-    w.touch(*held)
+    w.touch(*in_frame)
     return out
 
 
@@ -158,11 +158,11 @@ def _beside_gated(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> i
     """Append `Qwen2MoeSparseMoeBlock`, whose shared expert has a gate."""
     at = w.at(f"{w.module}.shared_expert")
     shared = gated_mlp(at, replace(shape, mlp=shape.shared_mlp), x, part)
-    routed, held = sparse_mlp(w, shape, x, part.spread)
+    routed, in_frame = sparse_mlp(w, shape, x, part.spread)
     weight = w.unary("sigmoid", w.linear(x, shape.hidden, 1, "shared_expert_gate"), keeps_out=True)
     weighed = w.mul(weight, shared)
     out = w.add(routed, weighed)
-    w.touch(*held, weighed, routed)
+    w.touch(*in_frame, weighed, routed)
     return out
 
 
@@ -221,8 +221,8 @@ def gpt2_block(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
     def mlp(at: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
         entered = Entered()
         inner = conv(at, entered, x, hidden, shape.mlp, "c_fc")
-        bent = activate(at.at(f"{at.module}.act"), inner, shape.activation)
-        out = conv(at, entered, bent, shape.mlp, hidden, "c_proj")
+        activated = activate(at.at(f"{at.module}.act"), inner, shape.activation)
+        out = conv(at, entered, activated, shape.mlp, hidden, "c_proj")
         return at.dropout(out, shape.dropout)
 
     normed = norm(x, "ln_1")

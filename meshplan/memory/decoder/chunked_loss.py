@@ -43,7 +43,7 @@ def chunked_cross_entropy(
     w.touch(is_kept, scale, target)
     loss = tape.value(_FP32)
     # Forward has already computed the gradients of x and of the weight; backward returns them.
-    tape.handed |= {(len(tape.rows), x): dx, (len(tape.rows), weight): dw}
+    tape.grad_from |= {(len(tape.rows), x): dx, (len(tape.rows), weight): dw}
     tape.add(
         TapeOp("chunked_cross_entropy", w.module, (x, total), (loss,), (dx, dw),
             (Grad(x, w.size(x)),), ((weight, weight_bytes),))
@@ -55,7 +55,7 @@ def chunked_cross_entropy(
 def _chunk(
     w: TapeBuilder,
     x: int,
-    held: tuple[int, int, int, int, int, int],
+    in_frame: tuple[int, int, int, int, int, int],
     tokens: int,
     hidden: int,
     vocab: int,
@@ -66,8 +66,8 @@ def _chunk(
     Args:
         w: The builder to append to.
         x: Input of the head for all tokens.
-        held: (mask of the tokens that count, scale of the mean, targets, gradient of `x`, gradient
-            of the weight or -1, sum of losses), for all tokens.
+        in_frame: (mask of the tokens that count, scale of the mean, targets, gradient of `x`,
+            gradient of the weight or -1, sum of losses), for all tokens.
         tokens: Number of tokens of the chunk.
         hidden: Features of the head's input.
         vocab: Rows of the head's weight.
@@ -76,7 +76,7 @@ def _chunk(
     Returns:
         The gradient of the weight, accumulated up to this chunk.
     """
-    is_kept, scale, target, dx, dw, total = held
+    is_kept, scale, target, dx, dw, total = in_frame
     number, flops = tokens * _FP32, 2.0 * tokens * hidden * vocab
     tape, part = w.tape, tokens * hidden * w.element_bytes
     logits = w.row("mm", (tape.value(part, of=x),), tokens * vocab * w.element_bytes, flops=flops,

@@ -30,7 +30,7 @@ class BlockContext:
         caches: If True, keys and values are copied into a cache, as transformers does unless
             `use_cache` is off.
         given: Numbers of the arguments of every block that no operation in the block reads.
-        told: Numbers of the arguments of the model that it does not pass on to its blocks.
+        extra_inputs: Numbers of the arguments of the model that it does not pass on to its blocks.
         styled: Tensor-parallel styles of the model's modules.
         seq_len: Tokens of a sequence over which attention runs.
         cp: Number of context-parallel ranks, which shard the sequence. With `gathered`, each rank
@@ -48,7 +48,7 @@ class BlockContext:
     sin: int = -1
     caches: bool = False
     given: tuple[int, ...] = ()
-    told: tuple[int, ...] = ()
+    extra_inputs: tuple[int, ...] = ()
     styled: TpPlanOnTape = field(default_factory=TpPlanOnTape)
     seq_len: int = 1
     cp: int = 1

@@ -174,8 +174,8 @@ def compute(w: TapeBuilder, shape: Shape, x: int, weights: int, *, slots: int) -
     into, inner = shape.hidden, shape.expert_mlp
     fused = _grouped(w, shape, rows, ends, into, 2 * inner, "gate_up_proj")
     gate, up = w.chunk(fused, w.size(fused) // 2, w.size(fused) // 2)
-    bent = activate(w.at(f"{at}.act_fn"), gate, shape.activation)
-    made = _grouped(w, shape, w.mul(bent, up), ends, inner, into, "down_proj")
+    activated = activate(w.at(f"{at}.act_fn"), gate, shape.activation)
+    made = _grouped(w, shape, w.mul(activated, up), ends, inner, into, "down_proj")
     out = _weigh(w, shape, made, own_weights)
     back = w.row("empty_like", (), ids)
     tape.add(TapeOp("index_put", at, (order,), (), workspace_bytes=ids))
@@ -233,7 +233,9 @@ def _weigh(w: TapeBuilder, shape: Shape, made: int, weights: int) -> int:
     wide = size * _FP32 // w.element_bytes if is_wider else size
     # Backward casts the gradient of the rows to the narrow dtype first, then sums the gradient of
     # the weights. A recomputed tensor is freed when it is unpacked, which is before that sum.
-    workspace_backward_bytes = 2 * wide - own - (size if w.runs_again else 0) if is_wider else size
+    workspace_backward_bytes = (
+        2 * wide - own - (size if w.is_recomputed else 0) if is_wider else size
+    )
     return w.row(
         "mul",
         (made, weights),

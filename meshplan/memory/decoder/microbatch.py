@@ -53,14 +53,14 @@ class MicrobatchSpec:
         in_place: If True, several gradients of one value are added up in place; see `tape.play`.
         styled: Modules that tp shards, with their styles; None for the styles of `Shape.styles`.
         is_fused: If True, a fused kernel computes attention.
-        lays_itself: Fqns of parameters whose gradients no unit reduces.
+        relaid_at_once: Fqns of parameters whose gradients no unit reduces.
         spread: Distribution of experts over ranks.
         gathered: Chunks of the sequence that this rank has, if it all-gathers keys and values;
             otherwise None.
         saves: By number of a block: the words of `save:` whose ops the recomputed block saves,
             instead of the default that `keeps_chosen` selects.
         loss_chunks: Number of chunks of tokens over which head and loss are computed one by one.
-        hosted: Numbers of the blocks whose saved activations are kept in host memory.
+        offloaded: Numbers of the blocks whose saved activations are kept in host memory.
         is_chain: If True, all blocks consist of equal ops: the ops that shard the sequence before
             the first block and gather it after the last one do not belong to the units of these
             blocks, although in a real step they do.
@@ -79,12 +79,12 @@ class MicrobatchSpec:
     in_place: bool = True
     styled: TpPlanOnTape | None = None
     is_fused: bool = True
-    lays_itself: frozenset[str] = frozenset()
+    relaid_at_once: frozenset[str] = frozenset()
     spread: Spread = ONE_RANK
     gathered: SequenceChunks | None = None
     saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
     loss_chunks: int = 1
-    hosted: frozenset[int] = frozenset()
+    offloaded: frozenset[int] = frozenset()
     is_chain: bool = False
 
     def saved(self, number: int) -> frozenset[str]:
@@ -92,7 +92,7 @@ class MicrobatchSpec:
         return self.saves.get(number, _CHOSEN if self.keeps_chosen else frozenset())
 
 
-def work_of(graph: ModelGraph, run: MicrobatchSpec) -> MicrobatchTrace:
+def analytic_trace(graph: ModelGraph, run: MicrobatchSpec) -> MicrobatchTrace:
     """Return the `MicrobatchTrace` of a decoder of a known family, as transformers computes it.
 
     Raises:
@@ -127,7 +127,7 @@ def tape_of(shape: Shape, run: MicrobatchSpec, *, only: Collection[int] | None =
     is_llama = not shape.positions
     body = w.at("model" if is_llama else "transformer")
     begin = _rotary if is_llama else _learned
-    x, part, held = begin(body, shape, run, ids)
+    x, part, in_frame = begin(body, shape, run, ids)
     block, blocks = (llama_block, "layers") if is_llama else (gpt2_block, "h")
     for number in range(shape.layers):
         start, fqn = len(tape.rows), f"{body.module}.{blocks}.{number}"
@@ -135,15 +135,15 @@ def tape_of(shape: Shape, run: MicrobatchSpec, *, only: Collection[int] | None =
             x = w.at(fqn).row("block", (x,), w.size(x), grads=(Grad(x, w.size(x)),))
             tape.units.append((fqn, start, len(tape.rows)))
             continue
-        saved, runs_again = run.saved(number), number in run.recomputed
-        embedded, on_host = x, number in run.hosted
+        saved, is_recomputed = run.saved(number), number in run.recomputed
+        embedded, on_host = x, number in run.offloaded
         if part.styled.has_stream and number == 0:
             x = cut(w.at(fqn), x, part.styled.tp)
             start = len(tape.rows) if run.is_chain else start
         entered, begun = x, len(tape.rows)
-        at = replace(w.at(fqn), saves=saved or _CHOSEN, runs_again=runs_again)
+        at = replace(w.at(fqn), saves=saved or _CHOSEN, is_recomputed=is_recomputed)
         x = block(at, shape, x, part)
-        if runs_again:
+        if is_recomputed:
             w.recomputed(
                 begun, keeps_chosen=bool(saved), given=part.given, on_host=on_host, enters=entered
             )
@@ -161,7 +161,7 @@ def tape_of(shape: Shape, run: MicrobatchSpec, *, only: Collection[int] | None =
         x = head_norm(body, part, x, shape.hidden, "norm")
     else:
         x = body.layer_norm(x, shape.hidden, "ln_f")
-    w.touch(last, *held)
+    w.touch(last, *in_frame)
     tied = f"{body.module}.{'embed_tokens' if is_llama else 'wte'}.weight" if shape.tied else ""
     if run.loss_chunks > 1:
         tape.loss_start = len(tape.rows)
@@ -170,7 +170,7 @@ def tape_of(shape: Shape, run: MicrobatchSpec, *, only: Collection[int] | None =
             vocab=shape.vocab, weight=tied or "lm_head.weight",
         )  # fmt: skip
         tape.hold(x)
-        tape.lays_itself |= run.lays_itself
+        tape.relaid_at_once |= run.relaid_at_once
         return tape
     logits = project(
         w, part.styled, Entered(), x, shape.hidden, shape.vocab, "lm_head", weight=tied
@@ -178,7 +178,7 @@ def tape_of(shape: Shape, run: MicrobatchSpec, *, only: Collection[int] | None =
     logits = w.scale(logits, "div") if shape.scales else logits
     w.touch(x)  # The model's frame references x, even if the head has gathered a copy.
     if run.cp > 1:  # The call of the model references its inputs until it returns.
-        w.touch(*part.given, *part.told)
+        w.touch(*part.given, *part.extra_inputs)
     tape.loss_start = len(tape.rows)
     if part.styled.of("lm_head") == LOGITS:
         cross_entropy_of_parts(w, logits, targets)
@@ -187,7 +187,7 @@ def tape_of(shape: Shape, run: MicrobatchSpec, *, only: Collection[int] | None =
     # The training loop references the logits until it has the loss.
     tape.hold(logits)
     tape.logits = tape.base[logits]
-    tape.lays_itself |= run.lays_itself
+    tape.relaid_at_once |= run.relaid_at_once
     return tape
 
 
@@ -202,18 +202,18 @@ def _rotary(
     frequencies = w.tape.value(2 * -(-shape.turned // 2) * _FP32)
     w.tape.before[frequencies] = Term.BUFFERS
     part = _part(shape, run)
-    positions, told = _given_positions(w, run)
+    positions, extra_inputs = _given_positions(w, run)
     x = look_up(w, part.styled, ids, shape.vocab, shape.hidden, "embed_tokens")
     x = w.scale(x) if shape.scales else x
     if positions is None:
         positions = w.row("arange", (), run.seq_len * _ID)
     at, size = w.at(f"{w.module}.rotary_emb"), run.seq_len * shape.turned
     cos, sin = (at.row(name, (positions,), size * run.element_bytes) for name in ("cos", "sin"))
-    part = replace(part, cos=cos, sin=sin, given=(positions,), told=told)
-    held: tuple[int, ...] = (positions, cos, sin, x)
+    part = replace(part, cos=cos, sin=sin, given=(positions,), extra_inputs=extra_inputs)
+    in_frame: tuple[int, ...] = (positions, cos, sin, x)
     if shape.has_mask:
-        held = (*held, w.row("bitwise_and", (), run.seq_len**2))
-    return x, part, held
+        in_frame = (*in_frame, w.row("bitwise_and", (), run.seq_len**2))
+    return x, part, in_frame
 
 
 def _learned(
@@ -227,7 +227,7 @@ def _learned(
         (hidden states, context of the blocks, values that the model's frame references).
     """
     part = _part(shape, run)
-    positions, told = _given_positions(w, run)
+    positions, extra_inputs = _given_positions(w, run)
     words = look_up(w, part.styled, ids, shape.vocab, shape.hidden, "wte")
     if positions is None:
         positions = w.row("arange", (), run.seq_len * _ID)
@@ -237,7 +237,7 @@ def _learned(
         grads=(Grad(words, 0), Grad(places, w.size(places) if run.batch > 1 else 0)),
     )  # fmt: skip
     x = w.at(f"{w.module}.drop").dropout(total, shape.embed_dropout)
-    part = replace(part, given=(positions,), told=told)
+    part = replace(part, given=(positions,), extra_inputs=extra_inputs)
     return x, part, (words, positions, places)
 
 

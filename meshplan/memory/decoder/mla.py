@@ -15,7 +15,7 @@ from typing import Final
 from meshplan.memory.decoder.attention import attend
 from meshplan.memory.decoder.common import BlockContext, rms_norm, rotate
 from meshplan.memory.decoder.sizes import Latent, Shape
-from meshplan.memory.decoder.tp_ops import Entered, cut_otherwise, project
+from meshplan.memory.decoder.tp_ops import Entered, project, style_mismatch
 from meshplan.memory.tape.op import Grad, TapeOp
 from meshplan.memory.tape.ops import TapeBuilder
 
@@ -41,7 +41,7 @@ def latent_attention(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -
     else:
         queries = made(x, hidden, shape.q_width, "q_proj")
     if w.size(queries) != each * shape.q_width:
-        raise cut_otherwise(w.module)
+        raise style_mismatch(w.module)
     own = each * shape.heads
     q_pass, q_rot = w.chunk(queries, own * straight, own * turned)
     both = made(x, hidden, latent.kv_rank + turned, "kv_a_proj_with_mqa", bias=latent.bias)
@@ -95,7 +95,7 @@ def _expanded(
     width = latent.straight + latent.value
     wide = made(narrow, latent.kv_rank, shape.heads * width, "kv_b_proj")
     if w.size(wide) != own * width:
-        raise cut_otherwise(w.module)
+        raise style_mismatch(w.module)
     straight, values = w.chunk(wide, own * latent.straight, own * latent.value)
     for_all = w.tape.value(own * latent.turned, of=turned_k)
     grads = (Grad(turned_k, w.size(turned_k)),)

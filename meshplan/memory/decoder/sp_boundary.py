@@ -21,7 +21,7 @@ def gather(w: TapeBuilder, x: int, tp: int) -> int:
         "gather_sequence", (x,), whole, workspace_backward_bytes=whole, is_sent=True,
         grads=(Grad(x, w.size(x)),),
     )  # fmt: skip
-    out = _laid_out(w, out)
+    out = _contiguous(w, out)
     w.tape.sums_apart.add(out)  # Styled modules use it as a DTensor.
     return out
 
@@ -34,7 +34,7 @@ def scatter(w: TapeBuilder, x: int, tp: int) -> int:
         (x,),
         whole // tp,
         workspace_bytes=whole,
-        workspace_backward_bytes=_laid(w, whole),
+        workspace_backward_bytes=_copy_bytes(w, whole),
         is_sent=True,
         is_kept="mm" in w.saves,
         grads=(Grad(x, whole),),
@@ -48,7 +48,7 @@ def cut(w: TapeBuilder, x: int, tp: int) -> int:
         "cut_sequence",
         (x,),
         whole // tp,
-        workspace_backward_bytes=_laid(w, whole),
+        workspace_backward_bytes=_copy_bytes(w, whole),
         grads=(Grad(x, whole),),
     )
 
@@ -60,13 +60,13 @@ def end(w: TapeBuilder, x: int, tp: int) -> int:
     """
     whole = w.size(x) * tp
     out = w.row("end_sequence", (x,), whole, is_sent=True, grads=(Grad(x, w.size(x)),))
-    return _laid_out(w, out)
+    return _contiguous(w, out)
 
 
-def _laid_out(w: TapeBuilder, x: int) -> int:
+def _contiguous(w: TapeBuilder, x: int) -> int:
     return x if w.samples == 1 else w.shift(x, "cat")
 
 
-def _laid(w: TapeBuilder, nbytes: int) -> int:
+def _copy_bytes(w: TapeBuilder, nbytes: int) -> int:
     """Return the bytes of the copy to another memory layout; 0 for one sample."""
     return nbytes if w.samples > 1 else 0

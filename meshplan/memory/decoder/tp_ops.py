@@ -88,14 +88,14 @@ class TpPlanOnTape:
 
     def check(self) -> Iterator[Problem]:
         """Yield a problem for each style or parameter that there are no ops for."""
-        told: set[str] = set()
+        reported: set[str] = set()
         for fqn, style in self.styles.items() if self.tp > 1 else ():
             known = self.spelled(style.input) in _ENTERS and self.spelled(style.output) in _LEAVES
             known = known and not style.gradient and style.kind != "mha"
             if style.kind == "norm":
                 known = known and fqn.rpartition(".")[2] in HEAD_NORMS
-            if not known and style != LOGITS and style.name not in told:
-                told.add(style.name)
+            if not known and style != LOGITS and style.name not in reported:
+                reported.add(style.name)
                 yield Problem(f"the style '{style.name}' (of {fqn})")
         norms = (*HEAD_NORMS, *STREAM_NORMS) if self.has_stream else HEAD_NORMS
         for fqn in self.added if self.tp > 1 else ():
@@ -293,11 +293,11 @@ def _of_width(w: TapeBuilder, x: int, width: int, fqn: str) -> int:
     With another width, the model's code would fail or compute something else.
     """
     if w.size(x) != w.tokens * width * w.element_bytes:
-        raise cut_otherwise(fqn)
+        raise style_mismatch(fqn)
     return x
 
 
-def cut_otherwise(fqn: str) -> PlanError:
+def style_mismatch(fqn: str) -> PlanError:
     """Return the error for styles of neighbouring modules that do not fit each other."""
     return PlanError(
         Problem(

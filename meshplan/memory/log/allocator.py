@@ -162,7 +162,7 @@ class _Allocator:
         for delta, storage, _ in log.changes:
             # Play a change of size as a free and a new allocation.
             if before := taken[storage]:
-                asked, address, length, free = before
+                requested, address, length, free = before
                 allocated -= length
                 # Join the freed block with the free blocks directly after and before it.
                 if near := is_beginning(address + length, 0):
@@ -174,7 +174,7 @@ class _Allocator:
                     length += near
                 put(free, length << bits | address)
                 beginning[address] = ending[address + length] = length
-                delta += asked
+                delta += requested
                 taken[storage] = None
             if not delta:
                 continue

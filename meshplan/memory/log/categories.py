@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from meshplan.memory.log.events import Change, Storage, Term
 
 
-def settle(
+def assign_terms(
     storages: Sequence[Storage],
     events: Sequence[Change],
     phases: Sequence[str],
@@ -38,14 +38,14 @@ def settle(
         spans[number] = (first, phase if not size else len(phases))
     known = [spans.get(number) for number in range(len(storages))]
     terms = [storage.term for storage in storages]
-    found = settled(terms, known, phases, sent=sent, num_before=num_before)
+    found = terms_by_lifetime(terms, known, phases, sent=sent, num_before=num_before)
     return tuple(
         storage if storage.term == term else storage._replace(term=term)
         for storage, term in zip(storages, found, strict=True)
     )
 
 
-def settled(
+def terms_by_lifetime(
     terms: Sequence[Term],
     spans: Sequence[tuple[int, int] | None],
     phases: Sequence[str],

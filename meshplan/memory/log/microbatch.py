@@ -42,12 +42,12 @@ class HookPoint(NamedTuple):
     Attributes:
         event: Index of the event before which the wrapper acts; the number of events in the log if
             the wrapper acts after the last event.
-        moment: Kind of the hook point.
+        kind: Kind of the hook point.
         unit: Fqn of the wrapped module (an FSDP unit); "" for the root.
     """
 
     event: int
-    moment: HookKind
+    kind: HookKind
     unit: str
 
 
@@ -60,19 +60,19 @@ class MicrobatchTrace:
     Args:
         log: Events of the microbatch, without any parameter. Inputs and buffers are born in its
             phase "before".
-        marks: Hook points in the order of the events.
+        hook_points: Hook points in the order of the events.
         gradients: For each parameter's fqn, the storage of its gradient as backward computes it,
             neither reduced nor sharded over data-parallel ranks. The log has the gradient's birth,
             but not its end.
-        again: Gradients of later microbatches, if a pipeline interleaves several: (index of the
-            event before which the gradient is complete, fqn of the parameter, storage).
+        later_gradients: Gradients of later microbatches, if a pipeline interleaves several: (index
+            of the event before which the gradient is complete, fqn of the parameter, storage).
         ready: For each parameter's fqn, the index of the event before which its gradient is
             complete and assigned to the parameter. A gradient that is not listed is complete as
             soon as it is born.
         losses: Storages of the loss, which the training loop keeps until the next loss exists.
         num_before: Number of events of storages that exist before the microbatch; None for all
             events of the phase "before".
-        settling: For the fqn of each parameter whose gradient has another layout than the
+        grad_relayout: For the fqn of each parameter whose gradient has another layout than the
             parameter: (bytes, storage) of each tensor that is made, or freed if negative, to
             redistribute the gradient after its reduction. The last storage left is the gradient.
             These storages are not in the log.
@@ -83,12 +83,12 @@ class MicrobatchTrace:
     """
 
     log: EventLog
-    marks: tuple[HookPoint, ...]
+    hook_points: tuple[HookPoint, ...]
     gradients: Mapping[str, int]
     ready: Mapping[str, int] = field(default_factory=dict)
     losses: tuple[int, ...] = ()
-    again: tuple[tuple[int, str, int], ...] = ()
+    later_gradients: tuple[tuple[int, str, int], ...] = ()
     num_before: int | None = None
-    settling: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    grad_relayout: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     taken: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     host: tuple[tuple[int, int], ...] | None = None

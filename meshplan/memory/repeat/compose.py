@@ -17,7 +17,7 @@ from meshplan.memory.log.events import Event, EventLog, Storage
 from meshplan.memory.log.microbatch import HookPoint, MicrobatchTrace
 from meshplan.memory.repeat.segments import END, At, NotComposableError, SegmentedTrace
 
-_PLAIN, _AGAIN = 0, 1
+_PLAIN, _RECOMPUTED = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Composer:
 
     Args:
         plain: The trace in which nothing is recomputed.
-        again: The trace in which every block is recomputed.
+        recomputed: The trace in which every block is recomputed.
         blocks: Fqns of the blocks.
 
     Raises:
@@ -47,37 +47,41 @@ class Composer:
     """
 
     def __init__(
-        self, plain: MicrobatchTrace, again: MicrobatchTrace, blocks: Collection[str]
+        self, plain: MicrobatchTrace, recomputed: MicrobatchTrace, blocks: Collection[str]
     ) -> None:
-        self._cuts = (SegmentedTrace(plain, blocks), SegmentedTrace(again, blocks))
+        self._cuts = (SegmentedTrace(plain, blocks), SegmentedTrace(recomputed, blocks))
         one, other = (cut.pieces for cut in self._cuts)
         if [piece.key for piece in one] != [piece.key for piece in other]:
             raise NotComposableError("recomputed blocks run in a different order")
-        if plain.log.phases != again.log.phases or plain.again or again.again:
+        if (
+            plain.log.phases != recomputed.log.phases
+            or plain.later_gradients
+            or recomputed.later_gradients
+        ):
             raise NotComposableError("the two traces have different phases")
         self._keys = [piece.key for piece in one]
-        self._twins: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        """For each log, maps a storage that outlives its block to its twin in the other log."""
+        self._counterparts: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        """For each log, maps a storage that outlives its block to its counterpart in the other."""
         for number in range(len(one)):
             self._pair(number)
-        self._takers: dict[int, list[str]] = {}
+        self._called_with: dict[int, list[str]] = {}
         """For each storage of the fully recomputed log, the blocks that are called with it."""
-        for block, storages in again.taken.items():
+        for block, storages in recomputed.taken.items():
             for storage in storages:
-                self._takers.setdefault(storage, []).append(block)
+                self._called_with.setdefault(storage, []).append(block)
         self._lasts = {(key.block, key.direction): number for number, key in enumerate(self._keys)}
 
-    def work(self, again: Collection[str]) -> tuple[MicrobatchTrace, MicrobatchTrace]:
+    def trace(self, recomputed: Collection[str]) -> tuple[MicrobatchTrace, MicrobatchTrace]:
         """Return (lower bound, upper bound) of the microbatch; both are often the same object.
 
         Args:
-            again: Fqns of the blocks that are recomputed; all other blocks are not.
+            recomputed: Fqns of the blocks that are recomputed; all other blocks are not.
         """
-        if not again:
-            return (self._cuts[_PLAIN].work,) * 2
-        if all(key.block in again for key in self._keys if key.block):
-            return (self._cuts[_AGAIN].work,) * 2
-        modes = [int(key.block in again) for key in self._keys]
+        if not recomputed:
+            return (self._cuts[_PLAIN].trace,) * 2
+        if all(key.block in recomputed for key in self._keys if key.block):
+            return (self._cuts[_RECOMPUTED].trace,) * 2
+        modes = [int(key.block in recomputed) for key in self._keys]
         ends, is_sure = self._ends(modes)
         low = self._written(modes, {key: end.low for key, end in ends.items()})
         if is_sure:
@@ -91,29 +95,29 @@ class Composer:
         of no block. The sum over blocks is a lower bound on what a mixed microbatch saves, except
         where two blocks keep the same tensor and only one of them is recomputed.
         """
-        cuts, twins = self._cuts, self._twins
-        alive = [cut.alive_at_turn() for cut in cuts]
+        cuts, counterparts = self._cuts, self._counterparts
+        alive = [cut.alive_between_passes() for cut in cuts]
         kept: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-        for mode in (_PLAIN, _AGAIN):
+        for mode in (_PLAIN, _RECOMPUTED):
             for storage in alive[mode]:
                 size = cuts[mode].sizes[storage]
                 block = self._keys[cuts[mode].births[storage].piece].block
-                twin = twins[mode].get(storage)
-                known = storage if mode == _AGAIN else twin
-                takers = self._takers.get(known, []) if known is not None else []
-                if twin in alive[1 - mode]:
+                counterpart = counterparts[mode].get(storage)
+                known = storage if mode == _RECOMPUTED else counterpart
+                receivers = self._called_with.get(known, []) if known is not None else []
+                if counterpart in alive[1 - mode]:
                     kept[mode][block] += size
-                elif mode == _AGAIN:
-                    kept[mode][takers[0] if takers else block] += size
-                elif not takers:  # Otherwise a block that is called with it may keep it.
+                elif mode == _RECOMPUTED:
+                    kept[mode][receivers[0] if receivers else block] += size
+                elif not receivers:  # Otherwise a block that is called with it may keep it.
                     kept[mode][block] += size
-        blocks = {*kept[_PLAIN], *kept[_AGAIN]} - {""}
+        blocks = {*kept[_PLAIN], *kept[_RECOMPUTED]} - {""}
         return {
-            "": (min(kept[_PLAIN][""], kept[_AGAIN][""]),) * 2,
-            **{block: (kept[_PLAIN][block], kept[_AGAIN][block]) for block in blocks},
+            "": (min(kept[_PLAIN][""], kept[_RECOMPUTED][""]),) * 2,
+            **{block: (kept[_PLAIN][block], kept[_RECOMPUTED][block]) for block in blocks},
         }
 
-    def turn_bytes(self) -> Mapping[str, tuple[int, int]]:
+    def backward_bytes(self) -> Mapping[str, tuple[int, int]]:
         """Return the bytes that each block's backward needs beyond those that earlier blocks save.
 
         The result is (plain, recomputed) by the block's fqn. Gradients of parameters do not count.
@@ -127,7 +131,7 @@ class Composer:
             for block in dict.fromkeys(order):
                 out.setdefault(block, []).append(max(0, most.get(block, 0) - before))
                 before += kept.get(block, (0, 0))[mode]
-        return {block: (plain, again) for block, (plain, again) in out.items()}
+        return {block: (plain, recomputed) for block, (plain, recomputed) in out.items()}
 
     # Pairing storages of the two logs
 
@@ -152,7 +156,7 @@ class Composer:
         for one, other in pairs:
             if sizes[0][one] != sizes[1][other]:
                 raise NotComposableError(f"'{block}' leaves tensors of different sizes")
-            self._twins[0][one], self._twins[1][other] = other, one
+            self._counterparts[0][one], self._counterparts[1][other] = other, one
 
     def _aligned(self, one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield (plain storage, recomputed storage) pairs of one forward.
@@ -160,7 +164,7 @@ class Composer:
         Both logs make the same storages in this forward, but the log with recomputation may make
         additional ones.
         """
-        logs = [cut.work.log.storages for cut in self._cuts]
+        logs = [cut.trace.log.storages for cut in self._cuts]
         sizes = [cut.sizes for cut in self._cuts]
         left = iter(other)
         for storage in one:
@@ -185,7 +189,7 @@ class Composer:
         The second result is True if the earliest and latest ends of all storages are equal.
 
         Args:
-            modes: For each segment, `_PLAIN` or `_AGAIN`: the log that it is taken from.
+            modes: For each segment, `_PLAIN` or `_RECOMPUTED`: the log that it is taken from.
         """
         out: dict[tuple[int, int], _Ends] = {}
         is_sure = True
@@ -200,48 +204,50 @@ class Composer:
     def _end(self, storage: int, mode: int, modes: Sequence[int]) -> _Ends:
         cut = self._cuts[mode]
         own = (mode, cut.death(storage))
-        twin = self._twins[mode].get(storage)
+        counterpart = self._counterparts[mode].get(storage)
         block = self._keys[cut.births[storage].piece].block
-        if twin is None:
+        if counterpart is None:
             return _Ends(own, own)
-        other = (1 - mode, self._cuts[1 - mode].death(twin))
-        if self._is_own(cut, storage, block) and self._is_own(self._cuts[1 - mode], twin, block):
+        other = (1 - mode, self._cuts[1 - mode].death(counterpart))
+        if self._is_own(cut, storage, block) and self._is_own(
+            self._cuts[1 - mode], counterpart, block
+        ):
             return _Ends(own, own)
         if own[1].piece == other[1].piece == END:
             return _Ends(own, own)
-        plain, again = (own, other) if mode == _PLAIN else (other, own)
+        plain, recomputed = (own, other) if mode == _PLAIN else (other, own)
         if own[1].piece == other[1].piece:
             # Segments between blocks have the same events in both logs. Use the plain log's.
             is_plain = not self._keys[own[1].piece].block or modes[own[1].piece] == _PLAIN
-            last = plain if is_plain else again
+            last = plain if is_plain else recomputed
             return _Ends(last, last)
         # The last block that keeps the storage frees it.
-        takers = self._takers.get(storage if mode == _AGAIN else twin, ())
-        holds = [*self._held_again(again, takers, modes)]
-        holds += self._held_plain(plain, [*takers, *([block] if block else [])], modes)
+        receivers = self._called_with.get(storage if mode == _RECOMPUTED else counterpart, ())
+        holds = [*self._ends_if_recomputed(recomputed, receivers, modes)]
+        holds += self._ends_if_plain(plain, [*receivers, *([block] if block else [])], modes)
         birth = (mode, At(cut.births[storage].piece, END))
         low = max([birth, *(hold.low for hold in holds)], key=lambda end: end[1])
         high = max([birth, *(hold.high for hold in holds)], key=lambda end: end[1])
         return _Ends(low, high)
 
-    def _held_again(
-        self, end: tuple[int, At], takers: Sequence[str], modes: Sequence[int]
+    def _ends_if_recomputed(
+        self, end: tuple[int, At], receivers: Sequence[str], modes: Sequence[int]
     ) -> Iterator[_Ends]:
         """Yield the ends set by recomputed blocks, which keep their inputs until their backward.
 
         Args:
             end: End of the storage in the log in which all blocks are recomputed.
-            takers: Blocks that are called with the storage.
+            receivers: Blocks that are called with the storage.
             modes: For each segment, the log that it is taken from.
         """
-        if self._is_there(end, modes):
+        if self._is_taken(end, modes):
             yield _Ends(end, end)
-        for block in takers:
+        for block in receivers:
             last = self._lasts.get((block, "backward"))
-            if last is not None and modes[last] == _AGAIN and last != end[1].piece:
-                yield _Ends((_AGAIN, At(last - 1, END)), (_AGAIN, At(last, END)))
+            if last is not None and modes[last] == _RECOMPUTED and last != end[1].piece:
+                yield _Ends((_RECOMPUTED, At(last - 1, END)), (_RECOMPUTED, At(last, END)))
 
-    def _held_plain(
+    def _ends_if_plain(
         self, end: tuple[int, At], holders: Sequence[str], modes: Sequence[int]
     ) -> Iterator[_Ends]:
         """Yield the ends set by blocks that are not recomputed.
@@ -255,7 +261,7 @@ class Composer:
                 it.
             modes: For each segment, the log that it is taken from.
         """
-        if self._is_there(end, modes):
+        if self._is_taken(end, modes):
             yield _Ends(end, end)
             return
         for block in holders:
@@ -265,7 +271,7 @@ class Composer:
                 low, high = At(min(first, end[1].piece), END), At(last, END)
                 yield _Ends((_PLAIN, low), (_PLAIN, min(high, At(end[1].piece, END))))
 
-    def _is_there(self, end: tuple[int, At], modes: Sequence[int]) -> bool:
+    def _is_taken(self, end: tuple[int, At], modes: Sequence[int]) -> bool:
         """Return True if an end is in a segment that is taken from the log of that end."""
         mode, at = end
         if at.piece == END or not self._keys[at.piece].block:
@@ -287,7 +293,7 @@ class Composer:
                 late.setdefault(at.piece, []).append((*self._moment(mode, at), key))
         storages: list[Storage] = []
         events: list[Event] = []
-        marks: list[HookPoint] = []
+        hook_points: list[HookPoint] = []
         after: dict[tuple[int, int], int] = {}
         """Number of composed events once an event is written, by (log, index of the event)."""
         for number, mode in enumerate(modes):
@@ -295,21 +301,21 @@ class Composer:
             piece = cut.pieces[number]
             ending = sorted(late.get(number, ()))
             made = 0
-            waiting = iter([*piece.marks, None])
-            mark, num_marks = next(waiting), 0
+            waiting = iter([*piece.hook_points, None])
+            point, num_hook_points = next(waiting), 0
 
             def end(*, is_over: bool = False) -> None:
-                while ending and (is_over or ending[0][:2] <= (made, num_marks)):  # noqa: B023
+                while ending and (is_over or ending[0][:2] <= (made, num_hook_points)):  # noqa: B023
                     key = ending.pop(0)[2]  # noqa: B023
                     size = self._cuts[key[0]].sizes[key[1]]
                     phase = self._phase_at(number, modes)  # noqa: B023
                     events.append(Event(-size, numbers[key], phase))
 
             for place in range(len(piece.events) + 1):
-                while mark is not None and mark.event <= piece.first + place:
+                while point is not None and point.event <= piece.first + place:
                     end()
-                    marks.append(mark._replace(event=len(events)))
-                    mark, num_marks = next(waiting), num_marks + 1
+                    hook_points.append(point._replace(event=len(events)))
+                    point, num_hook_points = next(waiting), num_hook_points + 1
                 end()
                 if place == len(piece.events):
                     break
@@ -317,16 +323,16 @@ class Composer:
                 at = At(number, place)
                 if cut.births[storage] == at:
                     numbers[mode, storage] = len(storages)
-                    storages.append(cut.work.log.storages[storage])
+                    storages.append(cut.trace.log.storages[storage])
                     events.append(Event(delta, numbers[mode, storage], phase))
                     made += 1
                 else:
-                    mine = self._chosen((mode, storage), numbers)
-                    if mine is not None and ends[mine] == (mode, at):
-                        events.append(Event(delta, numbers[mine], phase))
+                    own_key = self._chosen((mode, storage), numbers)
+                    if own_key is not None and ends[own_key] == (mode, at):
+                        events.append(Event(delta, numbers[own_key], phase))
                 after[mode, piece.first + place] = len(events)
             end(is_over=True)
-        plain, other = (cut.work for cut in self._cuts)
+        plain, other = (cut.trace for cut in self._cuts)
 
         def number_of(found: tuple[int, int]) -> int:
             key = self._chosen(found, numbers)
@@ -339,11 +345,13 @@ class Composer:
             if fqn not in other.gradients:
                 raise NotComposableError(f"{fqn} has no gradient with recomputation")
             is_plain = (_PLAIN, storage) in numbers
-            gradients[fqn] = number_of((_PLAIN if is_plain else _AGAIN,
+            gradients[fqn] = number_of((_PLAIN if is_plain else _RECOMPUTED,
                                         storage if is_plain else other.gradients[fqn]))  # fmt: skip
-            whens = [(_PLAIN, plain.ready.get(fqn)), (_AGAIN, other.ready.get(fqn))]
-            found = [after[m, e - 1] for m, e in whens if e is not None and (m, e - 1) in after]
-            if whens[0][1] is not None:
+            ready_events = [(_PLAIN, plain.ready.get(fqn)), (_RECOMPUTED, other.ready.get(fqn))]
+            found = [
+                after[m, e - 1] for m, e in ready_events if e is not None and (m, e - 1) in after
+            ]
+            if ready_events[0][1] is not None:
                 if not found:
                     raise NotComposableError(f"unknown when the gradient of {fqn} is complete")
                 ready[fqn] = found[0]
@@ -351,7 +359,7 @@ class Composer:
         return replace(
             plain,
             log=EventLog(tuple(storages), tuple(events), plain.log.phases),
-            marks=tuple(marks),
+            hook_points=tuple(hook_points),
             gradients=gradients,
             ready=ready,
             losses=losses,
@@ -367,12 +375,12 @@ class Composer:
         cut = self._cuts[mode]
         piece = cut.pieces[at.piece]
         made = sum(cut.births[storage].event < at.event for storage in piece.made)
-        return made, sum(mark.event <= piece.first + at.event for mark in piece.marks)
+        return made, sum(point.event <= piece.first + at.event for point in piece.hook_points)
 
     def _chosen(
         self, key: tuple[int, int], numbers: Mapping[tuple[int, int], int]
     ) -> tuple[int, int] | None:
-        """Return the (log, storage) under which a storage, or else its twin, was written, or None.
+        """Return the (log, storage) under which a storage or its counterpart was written, or None.
 
         Args:
             key: (log, storage).
@@ -380,8 +388,8 @@ class Composer:
         """
         if key in numbers:
             return key
-        twin = self._twins[key[0]].get(key[1])
-        other = (1 - key[0], twin if twin is not None else -1)
+        counterpart = self._counterparts[key[0]].get(key[1])
+        other = (1 - key[0], counterpart if counterpart is not None else -1)
         return other if other in numbers else None
 
     def _phase_at(self, number: int, modes: Sequence[int]) -> int:

@@ -36,7 +36,7 @@ def outline_of(part: StageTape, order: Order | None = None) -> StageSignature:
             for a backward that is not split, which does not depend on that position.
     """
     tape = part.tape
-    assert not tape.handed, "no gradient of a pipeline stage is made elsewhere"
+    assert not tape.grad_from, "no gradient of a pipeline stage is made elsewhere"
     names = {"": 0}
     """Ids by name. The root's "" has the same id in all stages."""
 
@@ -51,13 +51,15 @@ def outline_of(part: StageTape, order: Order | None = None) -> StageSignature:
         ]
     )  # fmt: skip
     units = tuple((name(fqn), start, end) for fqn, start, end in tape.units)
-    laid = tuple((number, name(fqn), size) for (number, fqn), size in tape.laid.items())
+    relayout = tuple(
+        (number, name(fqn), size) for (number, fqn), size in tape.relayout_bytes.items()
+    )
     read = [(row.module, fqn) for row in tape.rows for fqn, _ in row.parameters]
     shape = (
         rows,
         units,
-        laid,
-        tuple(fqn in tape.lays_itself for _, fqn in read),
+        relayout,
+        tuple(fqn in tape.relaid_at_once for _, fqn in read),
         tuple(sorted(range(len(read)), key=lambda n: order(*read[n]))) if order else None,
         *(tuple(each) for each in (tape.nbytes, tape.base, tape.last_use)),
         tuple(tape.before.items()),

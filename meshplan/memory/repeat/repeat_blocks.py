@@ -144,23 +144,23 @@ class _LogSegment:
     made: list[int] = field(default_factory=list)
 
 
-def repeat_blocks(work: MicrobatchTrace, runs: Sequence[RepeatedBlocks]) -> MicrobatchTrace:
+def repeat_blocks(trace: MicrobatchTrace, runs: Sequence[RepeatedBlocks]) -> MicrobatchTrace:
     """Return the trace of the whole model, from a trace with `KEPT` periods of each run.
 
     Args:
-        work: The trace of the shortened model.
+        trace: The trace of the shortened model.
         runs: The runs of repeated blocks.
 
     Raises:
         BlocksDifferError: The blocks of a run differ, or use storages of distant modules.
     """
-    return _BlockRepeater(work, runs).whole() if runs else work
+    return _BlockRepeater(trace, runs).whole() if runs else trace
 
 
 class _BlockRepeater:
-    def __init__(self, work: MicrobatchTrace, runs: Sequence[RepeatedBlocks]) -> None:
-        self._work, self._runs = work, runs = work, [_with_ends(run, work.log) for run in runs]
-        self._parts = list(_parts(work.log, runs))
+    def __init__(self, trace: MicrobatchTrace, runs: Sequence[RepeatedBlocks]) -> None:
+        self._trace, self._runs = trace, runs = trace, [_with_ends(run, trace.log) for run in runs]
+        self._parts = list(_parts(trace.log, runs))
         self._starts = [part.start for part in self._parts]
         self._births: dict[int, _Birth] = {}
         for number, part in enumerate(self._parts):
@@ -173,9 +173,9 @@ class _BlockRepeater:
             for number, part in enumerate(self._parts)
             if part.run is not None
         }
-        self._storages = list(work.log.storages)
+        self._storages = list(trace.log.storages)
         self._events: list[Event] = []
-        self._marks: list[HookPoint] = []
+        self._hook_points: list[HookPoint] = []
         self._shifts: list[tuple[int, int]] = []
         """(index of the event at which a segment begins, number of events inserted before it)."""
         self._copies: dict[tuple[int, int], int] = {}
@@ -187,25 +187,27 @@ class _BlockRepeater:
         for run in self._runs:
             self._check(run)
             self._reserve(run)
-        marks = self._marks_by_part()
+        hook_points = self._hook_points_by_segment()
         for number, part in enumerate(self._parts):
             if part.run is None or part.period != _SOURCE:
-                self._add(number, part, 0, marks[number])
+                self._add(number, part, 0, hook_points[number])
             elif part.is_forward:
                 for copy in range(part.run.num_added + 1):
-                    self._add(number, part, copy, marks[number])
+                    self._add(number, part, copy, hook_points[number])
             else:
                 for copy in reversed(range(part.run.num_added + 1)):
-                    self._add(number, part, copy, marks[number])
-        log = EventLog(tuple(self._storages), tuple(self._events), self._work.log.phases)
+                    self._add(number, part, copy, hook_points[number])
+        log = EventLog(tuple(self._storages), tuple(self._events), self._trace.log.phases)
         return replace(
-            self._work,
+            self._trace,
             log=log,
-            marks=tuple(self._marks),
-            gradients=dict(self._renamed(self._work.gradients, self._storage_of)),
-            ready=dict(self._renamed(self._work.ready, self._event_of)),
-            settling=dict(self._renamed(self._work.settling, lambda value, fqn, copy: value)),
-            taken=dict(self._renamed(self._work.taken, self._taken_of)),
+            hook_points=tuple(self._hook_points),
+            gradients=dict(self._renamed(self._trace.gradients, self._storage_of)),
+            ready=dict(self._renamed(self._trace.ready, self._event_of)),
+            grad_relayout=dict(
+                self._renamed(self._trace.grad_relayout, lambda value, fqn, copy: value)
+            ),
+            taken=dict(self._renamed(self._trace.taken, self._taken_of)),
         )
 
     def _part_of(self, run: RepeatedBlocks, is_forward: bool, period: int) -> int:
@@ -253,15 +255,17 @@ class _BlockRepeater:
         """Assign numbers to the storages of the added periods: copies 1, 2, ... of the source."""
         for is_forward in (True, False):
             number = self._part_of(run, is_forward, _SOURCE)
-            made = [self._work.log.storages[s] for s in self._parts[number].made]
+            made = [self._trace.log.storages[s] for s in self._parts[number].made]
             for copy in range(1, run.num_added + 1):
                 self._copies[number, copy] = len(self._storages)
                 self._storages += [_moved(storage, run, copy) for storage in made]
-        for place, storage in enumerate(self._work.log.storages):
+        for place, storage in enumerate(self._trace.log.storages):
             if run.place_of(storage.module) is not None:
                 self._storages[place] = storage._replace(module=run.named(storage.module))
 
-    def _add(self, number: int, part: _LogSegment, copy: int, marks: Sequence[HookPoint]) -> None:
+    def _add(
+        self, number: int, part: _LogSegment, copy: int, hook_points: Sequence[HookPoint]
+    ) -> None:
         start = len(self._events)
         self._starts_of_copies[number, copy] = start
         if part.run is None or not part.run.num_added:
@@ -271,9 +275,9 @@ class _BlockRepeater:
                 Event(delta, self._number(part, copy, storage), phase)
                 for delta, storage, phase in part.events
             )
-        for mark in marks:
-            unit = self._full_name(mark.unit, copy)
-            self._marks.append(HookPoint(start + mark.event - part.start, mark.moment, unit))
+        for point in hook_points:
+            unit = self._full_name(point.unit, copy)
+            self._hook_points.append(HookPoint(start + point.event - part.start, point.kind, unit))
 
     def _number(self, part: _LogSegment, copy: int, storage: int) -> int:
         """Return the new number of a storage of the trace, as used in a copy of a segment."""
@@ -296,36 +300,36 @@ class _BlockRepeater:
             return self._copies[number, its_copy] + birth.order
         return self._parts[number].made[birth.order]
 
-    def _marks_by_part(self) -> list[list[HookPoint]]:
+    def _hook_points_by_segment(self) -> list[list[HookPoint]]:
         """Return a list of hook points for each segment, in order.
 
         A hook point at the edge of two segments belongs to the segment whose block it names.
         """
         out: list[list[HookPoint]] = [[] for _ in self._parts]
-        for mark in self._work.marks:
-            number = max(bisect_right(self._starts, mark.event) - 1, 0)
-            own = self._own_part(mark, number)
+        for point in self._trace.hook_points:
+            number = max(bisect_right(self._starts, point.event) - 1, 0)
+            own = self._own_part(point, number)
             if own is None:
-                edge = self._parts[number].start == mark.event
+                edge = self._parts[number].start == point.event
                 if edge and number and self._is_seam(number):
-                    raise BlocksDifferError(f"the unit '{mark.unit}' acts between two blocks")
+                    raise BlocksDifferError(f"the unit '{point.unit}' acts between two blocks")
                 own = number
-            out[own].append(mark)
+            out[own].append(point)
         return out
 
-    def _own_part(self, mark: HookPoint, number: int) -> int | None:
+    def _own_part(self, point: HookPoint, number: int) -> int | None:
         for run in self._runs:
-            period = run.period_of(mark.unit)
+            period = run.period_of(point.unit)
             if period is None:
                 continue
             for near in range(number, -1, -1):
                 part = self._parts[near]
-                if part.start + len(part.events) < mark.event:
+                if part.start + len(part.events) < point.event:
                     break
                 if part.run is run and part.period == period:
                     return near
             if 0 < period < KEPT - 1:
-                raise BlocksDifferError(f"the unit '{mark.unit}' acts while another block runs")
+                raise BlocksDifferError(f"the unit '{point.unit}' acts while another block runs")
         return None
 
     def _is_seam(self, number: int) -> bool:

@@ -24,7 +24,7 @@ def scaled(one: MicrobatchTrace, two: MicrobatchTrace, extra: int) -> Microbatch
         NotComposableError: The two microbatches differ in more than the sizes of their tensors.
     """
     if (
-        one.marks != two.marks
+        one.hook_points != two.hook_points
         or one.log.phases != two.log.phases
         or one.taken.keys() != (two.taken.keys())
     ):

@@ -55,14 +55,14 @@ class Segment:
         key: Block, direction and number of the segment.
         first: Index in the log of the segment's first event.
         events: The events, in order.
-        marks: The hook points, in order; their events are indices in the whole log.
+        hook_points: The hook points, in order; their events are indices in the whole log.
         made: Storages that are made in the segment, in order.
     """
 
     key: SegmentKey
     first: int
     events: list[Event] = field(default_factory=list)
-    marks: list[HookPoint] = field(default_factory=list)
+    hook_points: list[HookPoint] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
 
 
@@ -70,7 +70,7 @@ class SegmentedTrace:
     """A microbatch trace, split into segments.
 
     Attributes:
-        work: The trace.
+        trace: The trace.
         pieces: The segments, in order.
         births: The place at which each storage is made.
         deaths: The place at which each storage that ends is freed.
@@ -80,9 +80,9 @@ class SegmentedTrace:
         NotComposableError: A storage changes its size.
     """
 
-    def __init__(self, work: MicrobatchTrace, blocks: Collection[str]) -> None:
-        self.work = work
-        self.pieces = list(_pieces(work, blocks))
+    def __init__(self, trace: MicrobatchTrace, blocks: Collection[str]) -> None:
+        self.trace = trace
+        self.pieces = list(_pieces(trace, blocks))
         self.births: dict[int, At] = {}
         self.deaths: dict[int, At] = {}
         self.sizes: dict[int, int] = {}
@@ -101,7 +101,7 @@ class SegmentedTrace:
         """Return the place at which a storage is freed; `NEVER` if it is not."""
         return self.deaths.get(storage, NEVER)
 
-    def alive_at_turn(self) -> set[int]:
+    def alive_between_passes(self) -> set[int]:
         """Return the storages that are live when memory peaks between forward and backward.
 
         Only events between the last block's forward and the first backward of a block count: no
@@ -111,12 +111,12 @@ class SegmentedTrace:
         if "backward" not in directions:
             return set()
         last = len(directions) - 1 - directions[::-1].index("forward")
-        turn = range(last + 1, directions.index("backward") + 1)
-        gradients = set(self.work.gradients.values())
+        between = range(last + 1, directions.index("backward") + 1)
+        gradients = set(self.trace.gradients.values())
         live = most = 0
         alive: set[int] = set()
         best: set[int] = set()
-        for number, piece in enumerate(self.pieces[: turn.stop]):
+        for number, piece in enumerate(self.pieces[: between.stop]):
             for delta, storage, _ in piece.events:
                 if storage in gradients:
                     continue
@@ -125,7 +125,7 @@ class SegmentedTrace:
                     alive.add(storage)
                 else:
                     alive.discard(storage)
-                if number in turn and live > most:
+                if number in between and live > most:
                     most, best = live, set(alive)
         return best
 
@@ -134,7 +134,7 @@ class SegmentedTrace:
 
         Gradients of parameters do not count.
         """
-        gradients = set(self.work.gradients.values())
+        gradients = set(self.trace.gradients.values())
         live = 0
         out: dict[str, int] = {}
         for piece in self.pieces:
@@ -145,11 +145,11 @@ class SegmentedTrace:
         return out
 
 
-def _pieces(work: MicrobatchTrace, blocks: Collection[str]) -> Iterator[Segment]:
+def _pieces(trace: MicrobatchTrace, blocks: Collection[str]) -> Iterator[Segment]:
     """Yield the segments of the log, split at the hook points where blocks begin and end."""
     numbers: dict[tuple[str, str], int] = {}
-    never_ends = {m.unit for m in work.marks if m.moment == HookKind.BEFORE_BACKWARD} - {
-        m.unit for m in work.marks if m.moment == HookKind.AFTER_BACKWARD
+    never_ends = {m.unit for m in trace.hook_points if m.kind == HookKind.BEFORE_BACKWARD} - {
+        m.unit for m in trace.hook_points if m.kind == HookKind.AFTER_BACKWARD
     }
 
     def piece(block: str, direction: Literal["", "forward", "backward"], at: int) -> Segment:
@@ -157,16 +157,16 @@ def _pieces(work: MicrobatchTrace, blocks: Collection[str]) -> Iterator[Segment]
         return Segment(SegmentKey(block, direction, number), at)
 
     current = piece("", "", 0)
-    marks = iter([*work.marks, None])
-    mark = next(marks)
-    for number in range(len(work.log.events) + 1):
-        while mark is not None and mark.event == number:
-            own = mark.unit if mark.unit in blocks else None
+    hook_points = iter([*trace.hook_points, None])
+    point = next(hook_points)
+    for number in range(len(trace.log.events) + 1):
+        while point is not None and point.event == number:
+            own = point.unit if point.unit in blocks else None
             is_open = current.key.block
             begins: Literal["", "forward", "backward"] = ""
-            if own is not None and mark.moment == HookKind.BEFORE_FORWARD:
+            if own is not None and point.kind == HookKind.BEFORE_FORWARD:
                 begins = "forward"
-            elif own is not None and mark.moment == HookKind.BEFORE_BACKWARD:
+            elif own is not None and point.kind == HookKind.BEFORE_BACKWARD:
                 begins = "backward"
             if begins and own != is_open:
                 assert own is not None
@@ -174,16 +174,16 @@ def _pieces(work: MicrobatchTrace, blocks: Collection[str]) -> Iterator[Segment]
                     raise NotComposableError(f"'{own}' begins while '{is_open}' runs")
                 yield current
                 current = piece(own, begins, number)
-            elif mark.moment == HookKind.END_OF_BACKWARD and is_open:
+            elif point.kind == HookKind.END_OF_BACKWARD and is_open:
                 yield current
                 current = piece("", "", number)
-            current.marks.append(mark)
+            current.hook_points.append(point)
             ends = {"forward": HookKind.AFTER_FORWARD, "backward": HookKind.AFTER_BACKWARD}
             is_own = own is not None and own == is_open == current.key.block
-            if is_own and mark.moment == ends.get(current.key.direction):
+            if is_own and point.kind == ends.get(current.key.direction):
                 yield current
                 current = piece("", "", number)
-            mark = next(marks)
-        if number < len(work.log.events):
-            current.events.append(work.log.events[number])
+            point = next(hook_points)
+        if number < len(trace.log.events):
+            current.events.append(trace.log.events[number])
     yield current

@@ -42,7 +42,7 @@ class Gathering:
         if unit.shards.on_host:
             # FSDP2 copies every shard to the device separately before the all-gather. Shards over
             # fewer ranks are on the device already.
-            params = unit.shards.params if unit.held is GatherState.SHARDED else ()
+            params = unit.shards.params if unit.sharding is GatherState.SHARDED else ()
             copies = [c for p in params if (c := self._brought(unit, p, GATHERING)) is not None]
         else:
             size = cast // unit.num_ranks
@@ -79,7 +79,7 @@ class Gathering:
             self._copy_own(unit)
         else:
             self._copy_out(unit)
-        if unit.held is GatherState.FEWER:
+        if unit.sharding is GatherState.FEWER:
             self._writer.free_all(unit.fewer.values())
             unit.fewer.clear()
         if is_forward:

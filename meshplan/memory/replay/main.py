@@ -26,7 +26,7 @@ All microbatches between the second and the last have the same events as the sec
 
 
 def replay(
-    work: MicrobatchTrace | Prepared,
+    trace: MicrobatchTrace | Prepared,
     plan: Plan,
     optimizer: str,
     *,
@@ -39,7 +39,7 @@ def replay(
     The step is any but the first, so the optimizer's state exists.
 
     Args:
-        work: One microbatch of this rank, made for this plan's tp, cp and recomputation; with
+        trace: One microbatch of this rank, made for this plan's tp, cp and recomputation; with
             pipeline stages, all microbatches of one pass through the schedule.
         plan: The plan of the whole model, all stages included.
         optimizer: A name of `spec.OPTIMIZER_STATES`.
@@ -52,56 +52,59 @@ def replay(
         PlanError: There is no rule for a feature of this plan; a trace of the whole step can
             estimate the plan.
     """
-    prepared = work if isinstance(work, Prepared) else Prepared(work)
+    prepared = trace if isinstance(trace, Prepared) else Prepared(trace)
     check_rules(plan, prepared, optimizer)
     # Units that reduce at the end of backward, such as the root, act at an `END_OF_BACKWARD` mark.
-    ends = any(mark.moment == HookKind.END_OF_BACKWARD for mark in prepared.marks)
+    ends = any(point.kind == HookKind.END_OF_BACKWARD for point in prepared.hook_points)
     assert ends or not plan.assignment.units
     return _StepBuilder(prepared, plan, optimizer, rank, foreach=foreach, has_host=has_host).play()
 
 
-def check_rules(plan: Plan, work: Prepared | None = None, optimizer: str = "") -> None:
+def check_rules(plan: Plan, trace: Prepared | None = None, optimizer: str = "") -> None:
     """Check that `replay` has rules for every feature of a plan.
 
     Args:
         plan: The plan of the whole model, all stages included.
-        work: The microbatch that would be replayed; None if it is yet to be traced.
+        trace: The microbatch that would be replayed; None if it is yet to be traced.
         optimizer: A name of `spec.OPTIMIZER_STATES`; "" for the plan's own.
 
     Raises:
         PlanError: There is no rule for a feature of this plan; a trace of the whole step can
             estimate the plan.
     """
-    if work is not None:
+    if trace is not None:
         check_optimizer(optimizer or plan.spec.optimizer, plan.assignment)
-    if problems := list(_unknown(plan, work)):
+    if problems := list(_unknown(plan, trace)):
         raise PlanError(problems)
-    if work is not None and plan.accumulate > 1:
-        work.check_repeats()
+    if trace is not None and plan.accumulate > 1:
+        trace.check_repeats()
 
 
-def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
+def _unknown(plan: Plan, trace: Prepared | None) -> Iterator[Problem]:
     """Yield a problem for each feature of the plan that the replay has no rules for."""
     a, spec = plan.assignment, plan.spec
     shared = a.shared
-    marks = work.marks if work is not None else ()
-    tells_sharing = any(mark.moment == HookKind.SHARING for mark in marks)
-    tells_halves = any(mark.moment == HookKind.REDUCING for mark in marks)
-    for is_there, what in (
+    hook_points = trace.hook_points if trace is not None else ()
+    has_sharing = any(point.kind == HookKind.SHARING for point in hook_points)
+    has_reducing = any(point.kind == HookKind.REDUCING for point in hook_points)
+    for is_present, what in (
         (
-            splits_backward(a) and not tells_halves,
+            splits_backward(a) and not has_reducing,
             "a schedule that splits the backward",
         ),
-        (bool(shared) and not tells_sharing, "parameters that several stages share"),
+        (bool(shared) and not has_sharing, "parameters that several stages share"),
         (
-            any(len(set(map(a.stages.rank_of, held))) < len(held) for held in shared.values())
+            any(
+                len(set(map(a.stages.rank_of, stages_of))) < len(stages_of)
+                for stages_of in shared.values()
+            )
             if a.stages is not None
             else False,
             "a parameter that two stages of one rank share",
         ),
         (bool(a.compiled), "compiled blocks"),
         (
-            bool(a.host_activations) and (work is None or work.host is None),
+            bool(a.host_activations) and (trace is None or trace.host is None),
             "offloaded activations",
         ),
         (
@@ -109,7 +112,7 @@ def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
             "find_unused_parameters with accumulation",
         ),
     ):
-        if is_there:
+        if is_present:
             fix = "trace the whole step: meshplan estimate --tier 3"
             yield Problem(f"the replay of a step has no rules for {what}", fix=fix)
 
@@ -119,7 +122,7 @@ class _StepBuilder:
 
     def __init__(
         self,
-        work: Prepared,
+        trace: Prepared,
         plan: Plan,
         optimizer: str,
         rank: int,
@@ -127,7 +130,7 @@ class _StepBuilder:
         foreach: bool,
         has_host: bool,
     ) -> None:
-        self._work, self._plan = work, plan
+        self._trace, self._plan = trace, plan
         self._optimizer, self._foreach, self._has_host = optimizer, foreach, has_host
         self._writer = LogWriter(has_host=has_host)
         stages = plan.assignment.stages
@@ -136,7 +139,7 @@ class _StepBuilder:
             place = plan.mesh.index(rank, ("pp",))
             plans = {f"{AT_STAGE}{s}": restrict(plan, s) for s in stages.of_rank(place)}
         self._parts = {
-            at: Wrapped(self._writer, part, rank, work.settling_at.get(at, {}))
+            at: Wrapped(self._writer, part, rank, trace.grad_relayout_at.get(at, {}))
             for at, part in plans.items()
         }
         self._num_backwards = stages.microbatches if stages is not None else 1
@@ -147,13 +150,13 @@ class _StepBuilder:
     def play(self) -> EventLog:
         """Return the event log of the whole step."""
         writer, accumulate = self._writer, self._plan.accumulate
-        log, begin = self._work.log, len(self._work.before)
+        log, begin = self._trace.log, len(self._trace.before)
         first = Copy(writer, log, begin)
         self._before(first)
         count = min(accumulate, _MOST)
         for number in range(count):
             copy = first if number == 0 else Copy(writer, log, begin, self._known())
-            copy.host = self._work.host or ()
+            copy.host = self._trace.host or ()
             self._microbatch(copy, is_first=number == 0, is_last=number == count - 1)
         mean = self._mean()
         writer.begin("step")
@@ -167,9 +170,9 @@ class _StepBuilder:
     def _before(self, copy: Copy) -> None:
         """Allocate what exists before the step."""
         mesh = self._plan.mesh
-        copy.allocate_resident(self._work.before, times={Term.INPUTS: self._plan.accumulate})
+        copy.allocate_resident(self._trace.before, times={Term.INPUTS: self._plan.accumulate})
         for at, part in self._parts.items():
-            gradients = self._work.gradients_at.get(at, {})
+            gradients = self._trace.gradients_at.get(at, {})
             part.allocate_resident(gradients, self._optimizer, has_host=self._has_host)
         if any(mesh.size(axis) > 1 for axis in mesh.names if axis not in DATA_AXES):
             # The ranks of a replica compare the shapes of their batches: two int64 numbers.
@@ -181,9 +184,9 @@ class _StepBuilder:
         These are inputs, buffers, and the tensors that the model keeps from the previous
         microbatch.
         """
-        work = self._work
-        return {storage: storage for _, storage, _ in work.before} | dict(
-            zip(work.forgotten, self._carried, strict=True)
+        trace = self._trace
+        return {storage: storage for _, storage, _ in trace.before} | dict(
+            zip(trace.forgotten, self._carried, strict=True)
         )
 
     def _microbatch(self, copy: Copy, *, is_first: bool, is_last: bool) -> None:
@@ -191,43 +194,43 @@ class _StepBuilder:
         for part in self._parts.values():
             part.begin(is_first=is_first, is_last=is_last and self._num_backwards == 1)
         backwards = Counter[str]()
-        for act in self._work.acts:
+        for act in self._trace.acts:
             copy.until(act.event, enters=act.enters)
-            if act.moment is not None:
-                self._at(act, act.moment, backwards, is_last=is_last)
+            if act.kind is not None:
+                self._at(act, act.kind, backwards, is_last=is_last)
             elif act.storage < 0:  # Backward begins, and the loop's variable has a new loss.
                 self._drop_loss()
             else:
                 number = copy.number(act.storage)
                 self._writer.adopt(number, act.size)
                 self._parts[act.at].has_gradient(act.fqn, number)
-        copy.until(self._work.num_events)
+        copy.until(self._trace.num_events)
         self._keep_loss(copy)
-        self._carried = tuple(map(copy.number, self._work.kept))
+        self._carried = tuple(map(copy.number, self._trace.kept))
 
-    def _at(self, act: Act, moment: HookKind, backwards: Counter[str], *, is_last: bool) -> None:
+    def _at(self, act: Act, kind: HookKind, backwards: Counter[str], *, is_last: bool) -> None:
         """Let a wrapper act at a hook point."""
-        if moment is HookKind.SHARING:
+        if kind is HookKind.SHARING:
             if is_last:
                 self._share()
             return
         at = act.at
         part = self._parts[at]
-        if moment is HookKind.REDUCING:
+        if kind is HookKind.REDUCING:
             if is_last:
                 part.reduce()
             return
-        if moment is not HookKind.END_OF_BACKWARD:
-            part.act(moment, act.fqn, in_backward=act.in_backward)
+        if kind is not HookKind.END_OF_BACKWARD:
+            part.act(kind, act.fqn, in_backward=act.in_backward)
             return
         backwards[at] += 1
         # Split backwards reduce later, at `HookKind.REDUCING`.
         if splits_backward(self._plan.assignment):
             part.end_of_backward(is_last=False)
             return
-        part.end_of_backward(is_last=is_last and backwards[at] == self._work.ends[at])
+        part.end_of_backward(is_last=is_last and backwards[at] == self._trace.ends[at])
         if self._num_backwards > 1:
-            part.set_last(is_last=is_last and backwards[at] + 1 == self._work.ends[at])
+            part.set_last(is_last=is_last and backwards[at] + 1 == self._trace.ends[at])
 
     def _share(self) -> None:
         """Play `runtime.apply.pipeline.shared.SharedTensors.add_gradients`."""
@@ -253,7 +256,7 @@ class _StepBuilder:
 
         A pipeline returns the sum over its microbatches, which is freed once it is added.
         """
-        for loss, size in self._work.losses.items():
+        for loss, size in self._trace.losses.items():
             number = copy.number(loss)
             self._writer.adopt(number, size)
             before, self._total = self._total, self._make_number(size)
@@ -269,9 +272,9 @@ class _StepBuilder:
         Returns:
             Storage of the mean loss; None if the rank has no loss.
         """
-        if not self._work.losses:
+        if not self._trace.losses:
             return None
-        (size,) = self._work.losses.values()
+        (size,) = self._trace.losses.values()
         mean = self._make_number(size)
         if self._plan.mesh.size(*GRADIENT_AXES) == 1:
             return mean

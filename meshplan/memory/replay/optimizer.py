@@ -139,7 +139,7 @@ def states_of(param: Updated, name: str, *, has_host: bool = False) -> list[int]
     tensors = SHAPED_TENSORS.get(name)
     if tensors is not None:
         kept = tensors(param.shape, param.numel, DTYPE_BYTES[param.dtype])
-        return [*kept.here, *kept.counters * are_here]
+        return [*kept.on_device, *kept.counters * are_here]
     counters = STEP_COUNTERS.get(name, 0) if are_here else 0
     return [param.num_bytes] * OPTIMIZER_STATES[name] + [4] * counters
 
@@ -174,13 +174,15 @@ def _together(writer: LogWriter, params: Sequence[Updated], times: int) -> None:
 
     `times` is the number of lists for each dtype.
     """
-    held: list[list[int]] = [[] for _ in range(times)]
+    storages_of_step: list[list[int]] = [[] for _ in range(times)]
     for dtype in dict.fromkeys(param.dtype for param in params):
         alike = [param for param in params if param.dtype == dtype]
-        for number, before in enumerate(held):
-            held[number] = [writer.make(param.num_bytes, Term.TEMPORARIES) for param in alike]
+        for number, before in enumerate(storages_of_step):
+            storages_of_step[number] = [
+                writer.make(param.num_bytes, Term.TEMPORARIES) for param in alike
+            ]
             writer.free_all(before)
-    for last in held:
+    for last in storages_of_step:
         writer.free_all(last)
 
 

@@ -31,7 +31,7 @@ class Wrapped:
         writer: The log to write to.
         plan: The plan of the stage, as `restrict` returns it.
         rank: The rank that is replayed.
-        settling: Redistributions of gradients, as in `MicrobatchTrace.settling`.
+        grad_relayout: Redistributions of gradients, as in `MicrobatchTrace.grad_relayout`.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class Wrapped:
         writer: LogWriter,
         plan: Plan,
         rank: int,
-        settling: Mapping[str, Sequence[tuple[int, int]]],
+        grad_relayout: Mapping[str, Sequence[tuple[int, int]]],
     ) -> None:
         self._writer, self._plan = writer, plan
         a = plan.assignment
         is_units = a.wrapper == "units"
         self._agrees = is_units and plan.mesh.size(*GRADIENT_AXES) > 1
         shards = unit_shards(a, plan.graph, rank) if is_units else []
-        self._units = ReplayUnits(writer, shards, settling, fills=self._agrees)
+        self._units = ReplayUnits(writer, shards, grad_relayout, fills=self._agrees)
         self._numels = _numels_of(a, plan.mesh, rank)
         self._unit_of = {p.fqn: unit.fqn for unit in shards for p in unit.params}
         self._on_host = {p.fqn for unit in shards if unit.on_host for p in unit.params}
@@ -106,7 +106,7 @@ class Wrapped:
         else:
             self._units.has_gradient(unit, fqn, storage)
 
-    def act(self, moment: HookKind, unit: str, *, in_backward: bool) -> None:
+    def act(self, kind: HookKind, unit: str, *, in_backward: bool) -> None:
         """Let a unit act at a hook point.
 
         Marks of modules that are no units of this plan are ignored. A microbatch computed from a
@@ -114,11 +114,11 @@ class Wrapped:
         """
         if unit not in self._plan.assignment.units:
             return
-        if moment == HookKind.BEFORE_FORWARD:
+        if kind == HookKind.BEFORE_FORWARD:
             self._units.before_forward(unit)
-        elif moment == HookKind.AFTER_FORWARD:
+        elif kind == HookKind.AFTER_FORWARD:
             self._units.after_forward(unit, in_backward=in_backward)
-        elif moment == HookKind.BEFORE_BACKWARD:
+        elif kind == HookKind.BEFORE_BACKWARD:
             self._units.before_backward(unit)
         else:
             self._units.after_backward(unit)

@@ -25,7 +25,7 @@ class Act(NamedTuple):
     Attributes:
         event: Index of the event before which the action happens.
         enters: If True, the action belongs to the phase that begins at the event.
-        moment: Kind of the hook point at which a unit acts; None for the assignment of a complete
+        kind: Kind of the hook point at which a unit acts; None for the assignment of a complete
             gradient, and for the beginning of backward.
         fqn: Fqn of the unit, or of the parameter whose gradient is assigned.
         at: Suffix of the stage, such as "@stage3"; "" without a pipeline.
@@ -36,7 +36,7 @@ class Act(NamedTuple):
 
     event: int
     enters: bool
-    moment: HookKind | None
+    kind: HookKind | None
     fqn: str = ""
     at: str = ""
     storage: int = -1
@@ -49,11 +49,11 @@ class Prepared:
 
     Attributes:
         log: The log of the trace.
-        marks: The hook points of the trace.
+        hook_points: The hook points of the trace.
         gradients: Storage of each parameter's gradient, by name; of several gradients the first.
         arrivals: For each gradient: (index of the event before which it is complete, name of the
             parameter, storage, bytes).
-        settling: Redistributions of gradients, as in the trace.
+        grad_relayout: Redistributions of gradients, as in the trace.
         host: Changes of host memory, as in the trace.
         losses: Bytes of the loss, by storage.
         before: Events that allocate what exists before the microbatch.
@@ -62,10 +62,10 @@ class Prepared:
         kept: Storages that the model keeps for the next microbatch, in the place of `forgotten`.
     """
 
-    def __init__(self, work: MicrobatchTrace) -> None:
-        self.log: EventLog = work.log
-        self.marks: tuple[HookPoint, ...] = work.marks
-        changes = work.log.changes
+    def __init__(self, trace: MicrobatchTrace) -> None:
+        self.log: EventLog = trace.log
+        self.hook_points: tuple[HookPoint, ...] = trace.hook_points
+        changes = trace.log.changes
         live: dict[int, int] = {}
         ended: list[int] = []
         for delta, storage, _ in changes:
@@ -76,28 +76,30 @@ class Prepared:
             else:
                 ended.append(storage)
                 del live[storage]
-        num_before = work.num_before
+        num_before = trace.num_before
         if num_before is None:
             num_before = sum(not phase for _, _, phase in changes)
         self.before: tuple[Change, ...] = changes[:num_before]
-        held = {storage for _, storage, _ in self.before}
-        unsaid = {storage for fqn, storage in work.gradients.items() if fqn not in work.ready}
+        existing = {storage for _, storage, _ in self.before}
+        unlisted = {storage for fqn, storage in trace.gradients.items() if fqn not in trace.ready}
         births: dict[int, int] = {}
-        for number, (_, storage, _) in enumerate(changes if unsaid else ()):
-            if storage in unsaid:
+        for number, (_, storage, _) in enumerate(changes if unlisted else ()):
+            if storage in unlisted:
                 births.setdefault(storage, number)
-        self.gradients = work.gradients
+        self.gradients = trace.gradients
         # A gradient that `ready` does not list is complete right after its birth.
         self.arrivals = [
-            (work.ready.get(fqn, births.get(s, 0) + 1), fqn, s, live.get(s, 0))
-            for fqn, s in work.gradients.items()
+            (trace.ready.get(fqn, births.get(s, 0) + 1), fqn, s, live.get(s, 0))
+            for fqn, s in trace.gradients.items()
         ]
-        self.arrivals += [(event, fqn, s, live.get(s, 0)) for event, fqn, s in work.again]
-        self.settling = work.settling
-        self.host = work.host
-        self.losses = {s: live[s] for s in work.losses if s in live}
-        self.forgotten = tuple(s for s in ended if s in held)
-        own = {s for _, _, s, _ in self.arrivals} | self.losses.keys() | held
+        self.arrivals += [
+            (event, fqn, s, live.get(s, 0)) for event, fqn, s in trace.later_gradients
+        ]
+        self.grad_relayout = trace.grad_relayout
+        self.host = trace.host
+        self.losses = {s: live[s] for s in trace.losses if s in live}
+        self.forgotten = tuple(s for s in ended if s in existing)
+        own = {s for _, _, s, _ in self.arrivals} | self.losses.keys() | existing
         self.kept = tuple(s for s in live if s not in own)
         sizes = {storage: delta for delta, storage, _ in self.before}
         self._is_steady = [sizes[s] for s in self.forgotten] == [live[s] for s in self.kept]
@@ -123,9 +125,9 @@ class Prepared:
         return _by_place(self.gradients)
 
     @cached_property
-    def settling_at(self) -> Mapping[str, Mapping[str, tuple[tuple[int, int], ...]]]:
-        """`settling` by the suffix of the stage, then by fqn."""
-        return _by_place(self.settling)
+    def grad_relayout_at(self) -> Mapping[str, Mapping[str, tuple[tuple[int, int], ...]]]:
+        """`grad_relayout` by the suffix of the stage, then by fqn."""
+        return _by_place(self.grad_relayout)
 
     @cached_property
     def ends(self) -> Counter[str]:
@@ -134,8 +136,10 @@ class Prepared:
         This may be less than the number of backwards, because summarised microbatches may have no
         marks.
         """
-        marks = (mark for mark in self.marks if mark.moment == HookKind.END_OF_BACKWARD)
-        return Counter(apart(mark.unit)[1] for mark in marks)
+        hook_points = (
+            point for point in self.hook_points if point.kind == HookKind.END_OF_BACKWARD
+        )
+        return Counter(apart(point.unit)[1] for point in hook_points)
 
     @cached_property
     def first_made_in_backward(self) -> int:
@@ -155,10 +159,10 @@ class Prepared:
         ]
         acts += [
             Act(
-                event, moment in _BEGINNING, moment, *apart(unit),
+                event, kind in _BEGINNING, kind, *apart(unit),
                 in_backward=self._is_in_backward(event),
             )
-            for event, moment, unit in self.marks
+            for event, kind, unit in self.hook_points
         ]  # fmt: skip
         acts.append(Act(self.first_made_in_backward, False, None))
         return tuple(sorted(acts, key=_EVENT))

@@ -20,19 +20,19 @@ class Reduction(Gathering):
 
     Args:
         writer: The log to write to.
-        settling: Redistributions of gradients, as in `MicrobatchTrace.settling`.
+        grad_relayout: Redistributions of gradients, as in `MicrobatchTrace.grad_relayout`.
         fills: If True, allocate zeros for missing gradients before gradients are reduced.
     """
 
     def __init__(
         self,
         writer: LogWriter,
-        settling: Mapping[str, Sequence[tuple[int, int]]],
+        grad_relayout: Mapping[str, Sequence[tuple[int, int]]],
         *,
         fills: bool,
     ) -> None:
         super().__init__(writer)
-        self._settling, self._fills = settling, fills
+        self._grad_relayout, self._fills = grad_relayout, fills
         self._scattering: list[int] = []
         self._filled: set[str] = set()
         self._real: set[str] = set()
@@ -91,7 +91,7 @@ class Reduction(Gathering):
         else:
             return None
         made: dict[int, int] = {}
-        for delta, number in self._settling.get(param.fqn, ()):
+        for delta, number in self._grad_relayout.get(param.fqn, ()):
             if delta > 0:
                 size = delta * itemsize // param.itemsize
                 made[number] = self._make(unit, size, Term.GRADIENTS)
@@ -138,12 +138,12 @@ class Reduction(Gathering):
     def _reduce_scatter(self, unit: ReplayUnit, found: Mapping[Shard, int]) -> None:
         """Play `foreach_reduce`: copy gradients into a buffer, reduce-scatter it, all-reduce."""
         writer, shards = self._writer, unit.shards
-        laid, kept = self._lay(unit, found)
+        relaid, kept = self._relayout(unit, found)
         numel = sum(param.padded_numel for param in found)
         self._scattering.append(
             self._make(unit, numel * shards.reduce_itemsize, Term.COMMUNICATION)
         )
-        writer.free_all(laid)
+        writer.free_all(relaid)
         size = numel // shards.num_ranks * shards.reduce_itemsize
         out = writer.make(
             size, Term.GRADIENTS, unit.fqn, stream=REDUCING, passing=Term.COMMUNICATION
@@ -186,7 +186,9 @@ class Reduction(Gathering):
         else:
             unit.reduced[param.fqn] = copy
 
-    def _lay(self, unit: ReplayUnit, found: Mapping[Shard, int]) -> tuple[list[int], list[int]]:
+    def _relayout(
+        self, unit: ReplayUnit, found: Mapping[Shard, int]
+    ) -> tuple[list[int], list[int]]:
         """Copy the gradients of parameters that are sharded along another dim than the first.
 
         FSDP2 rearranges these before it copies all gradients into the buffer.
@@ -195,19 +197,19 @@ class Reduction(Gathering):
             (storages that are freed once they are in the buffer, storages that local variables of
             `foreach_reduce` reference until it returns).
         """
-        laid = list(found.values())
+        relaid = list(found.values())
         if unit.shards.num_ranks == 1:
-            return laid, []
+            return relaid, []
         in_parts, is_copied = None, False
         for place, (param, storage) in enumerate(found.items()):
             is_copied = param.dim > 0
             if is_copied:
                 self._writer.free(in_parts)
                 size = param.padded_numel * unit.shards.grad_itemsize
-                laid[place] = self._make(unit, size, Term.GRADIENTS)
+                relaid[place] = self._make(unit, size, Term.GRADIENTS)
                 in_parts = storage
-        kept = [] if is_copied else [laid.pop()]
-        return laid, kept if in_parts is None else [*kept, in_parts]
+        kept = [] if is_copied else [relaid.pop()]
+        return relaid, kept if in_parts is None else [*kept, in_parts]
 
     def _make(self, unit: ReplayUnit, size: int, term: Term) -> int:
         passing = Term.TEMPORARIES if term == Term.GRADIENTS else None

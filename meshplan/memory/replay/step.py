@@ -8,11 +8,11 @@ from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.plan.plan import Plan
 
 
-def composed_log(work: Prepared, plan: Plan, rank: int) -> EventLog:
+def composed_log(trace: Prepared, plan: Plan, rank: int) -> EventLog:
     """Return the event log of a step on a GPU, where optimizers keep step counts in host memory.
 
     Args:
-        work: One microbatch of this rank.
+        trace: One microbatch of this rank.
         plan: The plan of the whole model, all stages included.
         rank: The rank whose step is composed.
 
@@ -21,4 +21,4 @@ def composed_log(work: Prepared, plan: Plan, rank: int) -> EventLog:
     """
     foreach = is_uniform(plan.assignment)
     optimizer = plan.spec.optimizer
-    return replay(work, plan, optimizer, rank=rank, foreach=foreach, has_host=True)
+    return replay(trace, plan, optimizer, rank=rank, foreach=foreach, has_host=True)

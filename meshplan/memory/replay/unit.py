@@ -60,5 +60,5 @@ class ReplayUnit(UnitState):
     @property
     def num_ranks(self) -> int:
         """Number of ranks over which the parameters are sharded in their current state."""
-        is_fewer = self.held is GatherState.FEWER and self.fewer_ranks > 0
+        is_fewer = self.sharding is GatherState.FEWER and self.fewer_ranks > 0
         return self.fewer_ranks if is_fewer else self.shards.num_ranks

@@ -17,7 +17,7 @@ class ReplayUnits(Units[ReplayUnit]):
     Args:
         writer: The log to write to.
         shards: Sizes of the units, in the order of the modules.
-        settling: Redistributions of gradients, as in `MicrobatchTrace.settling`.
+        grad_relayout: Redistributions of gradients, as in `MicrobatchTrace.grad_relayout`.
         fills: If True, allocate zeros for missing gradients before gradients are reduced.
     """
 
@@ -25,12 +25,12 @@ class ReplayUnits(Units[ReplayUnit]):
         self,
         writer: LogWriter,
         shards: Sequence[UnitShards],
-        settling: Mapping[str, Sequence[tuple[int, int]]],
+        grad_relayout: Mapping[str, Sequence[tuple[int, int]]],
         *,
         fills: bool,
     ) -> None:
         self._writer = writer
-        self._bytes = Reduction(writer, settling, fills=fills)
+        self._bytes = Reduction(writer, grad_relayout, fills=fills)
         super().__init__(map(ReplayUnit.of, shards), self._bytes)
 
     def set_last(self, is_last: bool, *, keeps_whole: bool) -> None:
@@ -43,7 +43,7 @@ class ReplayUnits(Units[ReplayUnit]):
             keeps_whole: If True, gradients stay unsharded until the last backward.
         """
         for unit in self.states.values():
-            unit.gives_back = is_last or unit.reshards
+            unit.reshards_after_backward = is_last or unit.reshards
             if keeps_whole or not unit.shards.is_sharded:
                 unit.reduces = is_last
             elif unit.shards.is_replicated:

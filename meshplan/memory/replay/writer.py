@@ -19,7 +19,7 @@ class LogWriter:
 
     def __init__(self, *, has_host: bool = False) -> None:
         self.has_host = has_host
-        self._hosted: set[int] = set()
+        self._host_storages: set[int] = set()
         self._host_live = self._host_most = 0
         self._storages: list[Storage] = []
         self._events: list[Change] = []
@@ -68,7 +68,7 @@ class LogWriter:
         self._storages.append(Storage(term, op, module, self._phases[-1], stream))
         self._sizes[number], self._holders[number] = size, 1
         if on_host and self.has_host:
-            self._hosted.add(number)
+            self._host_storages.add(number)
             self._host_live += size
             self._host_most = max(self._host_most, self._host_live)
         elif size:
@@ -105,13 +105,13 @@ class LogWriter:
         if not left:
             size = self._sizes.pop(number)
             if number in self._passing:
-                self._settle(number)
-            if number in self._hosted:
+                self._set_final_term(number)
+            if number in self._host_storages:
                 self._host_live -= size
             elif size:
                 self._events.append((-size, number, len(self._phases) - 1))
 
-    def _settle(self, number: int) -> None:
+    def _set_final_term(self, number: int) -> None:
         born, term = self._passing.pop(number)
         # A storage keeps its term if it was not short-lived: a communication buffer that lives into
         # the optimizer step, any other storage that outlives the phase of its birth.

@@ -13,7 +13,7 @@ from meshplan.memory.stages.tape import StageTape
 from meshplan.memory.tape.tape import Player
 
 _NAMELESS: Final = ("num_before", "sizes", "left", "host_bytes", "changes", "plain_until")
-_NAMELESS_IN_HALVES: Final = ("waiting", "held")
+_NAMELESS_IN_HALVES: Final = ("waiting", "returned_inputs")
 """Cached properties of `StageWork` that renaming does not change. The second tuple has those that
 exist for a split backward only."""
 _FORWARD: Final = (HookKind.BEFORE_FORWARD, HookKind.AFTER_FORWARD)
@@ -24,23 +24,23 @@ class StageWork:
     """One microbatch of one stage, with the storages that cross the stage's boundaries.
 
     Args:
-        work: Trace of forward, then backward.
+        trace: Trace of forward, then backward.
         split: Index of the first event of backward.
         received: Storages of the activations received from the previous stage.
         sent: Storages of the activations sent to the next stage.
         given: Storages of the gradients of `sent`, received from the next stage.
         returned: Storages of the gradients of `received`, sent to the previous stage.
-        turn: For a split backward, (number of events, number of marks) before its second half; None
-            if the backward is not split.
+        second_half: For a split backward, (number of events, number of marks) before its second
+            half; None if the backward is not split.
     """
 
-    work: MicrobatchTrace
+    trace: MicrobatchTrace
     split: int
     received: tuple[int, ...]
     sent: tuple[int, ...]
     given: tuple[int, ...]
     returned: tuple[int, ...]
-    turn: tuple[int, int] | None = None
+    second_half: tuple[int, int] | None = None
 
     def renamed(self, names: Mapping[str, str]) -> StageWork:
         """Return the same work with every module, unit and parameter renamed.
@@ -48,15 +48,15 @@ class StageWork:
         Args:
             names: New names by old name.
         """
-        out = replace(self, work=_renamed(self.work, names))
-        for figure in _NAMELESS if self.turn is None else (*_NAMELESS, *_NAMELESS_IN_HALVES):
+        out = replace(self, trace=_renamed(self.trace, names))
+        for figure in _NAMELESS if self.second_half is None else (*_NAMELESS, *_NAMELESS_IN_HALVES):
             out.__dict__[figure] = getattr(self, figure)
         return out
 
     @cached_property
     def num_before(self) -> int:
         """Number of events that allocate storages that exist before the microbatch."""
-        return sum(not phase for _, _, phase in self.work.log.changes)
+        return sum(not phase for _, _, phase in self.trace.log.changes)
 
     @cached_property
     def storages(self) -> tuple[Storage, ...]:
@@ -64,19 +64,19 @@ class StageWork:
         crossing = {*self.sent, *self.returned}
         return tuple(
             each._replace(term=Term.COMMUNICATION) if number in crossing else each
-            for number, each in enumerate(self.work.log.storages)
+            for number, each in enumerate(self.trace.log.storages)
         )
 
     @cached_property
     def sizes(self) -> Mapping[int, int]:
         """Bytes of each storage, by its number."""
-        return {storage: delta for delta, storage, _ in self.work.log.changes if delta > 0}
+        return {storage: delta for delta, storage, _ in self.trace.log.changes if delta > 0}
 
     @cached_property
     def left(self) -> tuple[int, ...]:
         """Storages that forward leaves for backward, without those in `sent`."""
         live: dict[int, None] = {}
-        for delta, storage, _ in self.work.log.changes[self.num_before : self.split]:
+        for delta, storage, _ in self.trace.log.changes[self.num_before : self.split]:
             if delta > 0:
                 live[storage] = None
             else:
@@ -86,20 +86,22 @@ class StageWork:
     @cached_property
     def waiting(self) -> tuple[int, ...]:
         """Storages that are made before the second half of a split backward and freed in it."""
-        assert self.turn is not None
+        assert self.second_half is not None
         live: dict[int, None] = {}
-        for delta, storage, _ in self.work.log.changes[self.num_before : self.turn[0]]:
+        for delta, storage, _ in self.trace.log.changes[self.num_before : self.second_half[0]]:
             if delta > 0:
                 live[storage] = None
             else:
                 live.pop(storage, None)
         later = {
-            storage for delta, storage, _ in self.work.log.changes[self.turn[0] :] if delta < 0
+            storage
+            for delta, storage, _ in self.trace.log.changes[self.second_half[0] :]
+            if delta < 0
         }
         return tuple(storage for storage in (*live, *self.received) if storage in later)
 
     @cached_property
-    def held(self) -> frozenset[int]:
+    def returned_inputs(self) -> frozenset[int]:
         """Storages that cross a boundary and that the graph references until the second half."""
         crossing = {*self.received, *self.given, *self.returned}
         return frozenset(crossing & {*self.waiting})
@@ -107,7 +109,7 @@ class StageWork:
     @cached_property
     def host_bytes(self) -> int:
         """Bytes that forward leaves for backward in host memory."""
-        return sum(delta for _, delta in self.work.host or () if delta > 0)
+        return sum(delta for _, delta in self.trace.host or () if delta > 0)
 
     @cached_property
     def changes(self) -> Mapping[str, int]:
@@ -119,15 +121,15 @@ class StageWork:
         def total(storages: Iterable[int]) -> int:
             return sum(self.sizes[storage] for storage in storages)
 
-        if self.turn is not None:
-            kept, back = total(self.waiting), total({*self.returned} - self.held)
+        if self.second_half is not None:
+            kept, back = total(self.waiting), total({*self.returned} - self.returned_inputs)
             return {
                 "F": total((*self.left, *self.sent)),
                 "I": back + kept - total((*self.left, *self.sent, *self.given)),
                 "W": -kept,
                 "RECV_F": total(self.received),
                 "RECV_B": total(self.given),
-                "SEND_B": -total({*self.received} - self.held),
+                "SEND_B": -total({*self.received} - self.returned_inputs),
                 "arrived": -back,
             }
         return {
@@ -146,12 +148,12 @@ class StageWork:
         All other events can simply be copied into a pass: there is no mark, no phase begins, no
         storage crosses a stage boundary, and no gradient is made or assigned.
         """
-        events = self.work.log.changes
-        marked = {mark.event for mark in self.work.marks}
-        marked |= {event for event, _ in self.work.host or ()}
+        events = self.trace.log.changes
+        marked = {point.event for point in self.trace.hook_points}
+        marked |= {event for event, _ in self.trace.host or ()}
         looked_at = {*self.sent, *self.given, *self.names}
-        marked |= {*self.work.ready.values()}
-        if self.turn is not None:
+        marked |= {*self.trace.ready.values()}
+        if self.second_half is not None:
             looked_at |= {*self.received, *self.returned}
         phase = 0
         for number, (_, storage, now) in enumerate(events):
@@ -163,35 +165,39 @@ class StageWork:
             out += [number] * (number - len(out)) + [number]
         return out
 
-    def marks_between(self, first: int) -> Sequence[HookPoint]:
+    def hook_points_from(self, first: int) -> Sequence[HookPoint]:
         """Return the marks of the forward, backward or half of a backward that begins at `first`.
 
         Args:
             first: `num_before` for forward, `split` for backward or its first half, the event in
-                `turn` for its second half.
+                `second_half` for its second half.
         """
-        marks = self.work.marks
+        hook_points = self.trace.hook_points
         # The kind of a mark does not tell forward from backward, since backward may recompute a
         # unit. So forward's marks end where the first mark of another kind is.
-        back = next(n for n, mark in enumerate(marks) if mark.moment not in _FORWARD)
+        back = next(n for n, point in enumerate(hook_points) if point.kind not in _FORWARD)
         if first == self.num_before:
-            return marks[:back]
-        if self.turn is None:
-            return marks[back:]
-        return marks[self.turn[1] :] if first == self.turn[0] else marks[back : self.turn[1]]
+            return hook_points[:back]
+        if self.second_half is None:
+            return hook_points[back:]
+        return (
+            hook_points[self.second_half[1] :]
+            if first == self.second_half[0]
+            else hook_points[back : self.second_half[1]]
+        )
 
     @cached_property
     def ready_at(self) -> Mapping[int, Sequence[int]]:
         """Storages of the parameters' gradients complete before an event, by the event's index."""
         out: dict[int, list[int]] = {}
-        for fqn, event in self.work.ready.items():
-            out.setdefault(event, []).append(self.work.gradients[fqn])
+        for fqn, event in self.trace.ready.items():
+            out.setdefault(event, []).append(self.trace.gradients[fqn])
         return out
 
     @cached_property
     def names(self) -> Mapping[int, str]:
         """Fqn of the parameter, by storage of its gradient."""
-        return {storage: fqn for fqn, storage in self.work.gradients.items()}
+        return {storage: fqn for fqn, storage in self.trace.gradients.items()}
 
 
 def play_stage(part: StageTape, *, sums_in_place: bool) -> StageWork:
@@ -207,58 +213,60 @@ def play_stage(part: StageTape, *, sums_in_place: bool) -> StageWork:
 
 def played(part: StageTape, player: StagePlayer) -> StageWork:
     """Let a player play the tape of a stage, and return the result."""
-    work = player.work()
-    backward = work.log.phases.index("backward")
+    trace = player.trace()
+    backward = trace.log.phases.index("backward")
     split = next(
         number
-        for number, (delta, _, phase) in enumerate(work.log.changes)
+        for number, (delta, _, phase) in enumerate(trace.log.changes)
         if phase == backward and delta > 0
     )
     if part.sent:
-        work = replace(work, marks=_inner_first(work.marks))
+        trace = replace(trace, hook_points=_inner_first(trace.hook_points))
     return StageWork(
-        work=work,
+        trace=trace,
         split=split,
         received=player.received,
         sent=player.sent,
         given=player.given,
         returned=player.returned,
-        turn=player.turn,
+        second_half=player.second_half,
     )
 
 
-def _renamed(work: MicrobatchTrace, names: Mapping[str, str]) -> MicrobatchTrace:
+def _renamed(trace: MicrobatchTrace, names: Mapping[str, str]) -> MicrobatchTrace:
     """Return the trace with modules, units and parameters renamed."""
     return replace(
-        work,
+        trace,
         log=replace(
-            work.log,
+            trace.log,
             storages=tuple(
                 [
                     Storage(term, op, names[module], phase, stream)
-                    for term, op, module, phase, stream in work.log.storages
+                    for term, op, module, phase, stream in trace.log.storages
                 ]
             ),
         ),
-        marks=tuple([HookPoint(event, moment, names[unit]) for event, moment, unit in work.marks]),
-        gradients={names[fqn]: storage for fqn, storage in work.gradients.items()},
-        ready={names[fqn]: event for fqn, event in work.ready.items()},
-        settling={names[fqn]: each for fqn, each in work.settling.items()},
+        hook_points=tuple(
+            [HookPoint(event, kind, names[unit]) for event, kind, unit in trace.hook_points]
+        ),
+        gradients={names[fqn]: storage for fqn, storage in trace.gradients.items()},
+        ready={names[fqn]: event for fqn, event in trace.ready.items()},
+        grad_relayout={names[fqn]: each for fqn, each in trace.grad_relayout.items()},
     )
 
 
-def _inner_first(marks: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
+def _inner_first(hook_points: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
     """Put `BEFORE_BACKWARD` of a unit ahead of the root's, if both are at the same event.
 
     If the output of a stage's last unit is the output of the stage, the unit's hook runs first,
     because it was registered first. In a whole model the head is between the last unit and the
     output, so the hooks are at different events.
     """
-    out = list(marks)
-    for number, mark in enumerate(out[:-1]):
+    out = list(hook_points)
+    for number, point in enumerate(out[:-1]):
         after = out[number + 1]
-        if mark[1:] == (HookKind.BEFORE_BACKWARD, "") and after[:2] == mark[:2]:
-            out[number : number + 2] = [after, mark]
+        if point[1:] == (HookKind.BEFORE_BACKWARD, "") and after[:2] == point[:2]:
+            out[number : number + 2] = [after, point]
     return tuple(out)
 
 
@@ -270,8 +278,8 @@ class StagePlayer(Player):
         sent: Storages of the activations sent to the next stage.
         given: Storages of the gradients of `sent`, received from the next stage.
         returned: Storages of the gradients of `received`, sent to the previous stage.
-        turn: For a split backward, (number of events, number of marks) before its second half; else
-            None.
+        second_half: For a split backward, (number of events, number of marks) before its second
+            half; else None.
     """
 
     def __init__(self, part: StageTape, sums_in_place: bool) -> None:
@@ -281,15 +289,15 @@ class StagePlayer(Player):
         self.sent: tuple[int, ...] = ()
         self.given: tuple[int, ...] = ()
         self.returned: tuple[int, ...] = ()
-        self.turn: tuple[int, int] | None = None
+        self.second_half: tuple[int, int] | None = None
 
     def _begin_backward(self) -> None:
         self.received = tuple(self._env[value] for value in self._part.received)
         self.sent = tuple(self._env[value] for value in self._part.sent)
         super()._begin_backward()
 
-    def _back(self, number: int) -> None:
-        super()._back(number)
+    def _backward_of_op(self, number: int) -> None:
+        super()._backward_of_op(number)
         self._note_given(number)
 
     def _note_given(self, number: int) -> None:
@@ -297,9 +305,9 @@ class StagePlayer(Player):
             self.given = tuple(self._grads[value] for value in self._part.sent)
             # The pipeline references these gradients too, so autograd never adds to them in place.
             for storage in self.given:
-                self._hold(storage)
+                self._reference(storage)
 
-    def _mark(self, moment: HookKind, unit: str) -> None:
-        if moment == HookKind.END_OF_BACKWARD:
+    def _add_hook_point(self, kind: HookKind, unit: str) -> None:
+        if kind == HookKind.END_OF_BACKWARD:
             self.returned = tuple(self._grads.pop(value) for value in self._part.received)
-        super()._mark(moment, unit)
+        super()._add_hook_point(kind, unit)

@@ -12,7 +12,7 @@ from meshplan.memory.stages.microbatch import StageWork
 from meshplan.memory.stages.schedule_pass import Pass
 
 
-def work_of_rank(
+def trace_of_rank(
     parts: Mapping[int, StageWork],
     stages: Stages,
     order: Sequence[Action],

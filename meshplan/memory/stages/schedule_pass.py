@@ -77,10 +77,10 @@ class Pass:
         self._events: list[Change] = []
         self._phases = ["before"]
         self._sizes: dict[int, int] = {}
-        self._marks: list[HookPoint] = []
+        self._hook_points: list[HookPoint] = []
         self._gradients: dict[str, int] = {}
         self._ready: dict[str, int] = {}
-        self._again: list[tuple[int, str, int]] = []
+        self._later_gradients: list[tuple[int, str, int]] = []
         self._known: dict[int, dict[int, int]] = {}
         """For each stage, storages that exist before the step: number in the pass by number in the
         work."""
@@ -90,17 +90,17 @@ class Pass:
         self._leaving: dict[Action, list[int]] = {}
         self._holders: Counter[int] = Counter()
         self._host: list[tuple[int, int]] = []
-        self._be_there()
+        self._allocate_initial()
         self._num_before = len(self._events)
         self._total = self._make(_NUMBER, Storage(Term.COMMUNICATION, "zeros"))
 
-    def _be_there(self) -> None:
+    def _allocate_initial(self) -> None:
         """Allocate the inputs and targets of all microbatches, and the buffers of every stage."""
         inputs: list[int] | None = None
         for stage, part in self._parts.items():
             known = self._known[stage] = {}
             given: list[int] = []
-            log = part.work.log
+            log = part.trace.log
             for delta, storage, phase in log.changes:
                 if phase:
                     break
@@ -123,7 +123,7 @@ class Pass:
         """Begin a forward or backward: free the tensors of sends that are known to have arrived."""
         self._begin("forward" if action.kind == "F" else "backward")
         for sent in arrived:
-            self._let_go(self._leaving.pop(sent, ()))
+            self._drop_all(self._leaving.pop(sent, ()))
 
     def forward(self, stage: int, m: int) -> None:
         """Append the forward of microbatch `m`, up to the tensors that are sent, or to the loss."""
@@ -136,7 +136,7 @@ class Pass:
         known = self._known[stage] | dict(zip(part.received, arrived, strict=True))
         flight = _PlayedMicrobatch(stage, len(self._storages), known, [])
         self._flights[stage, m] = flight
-        if part.turn is not None:  # The graph references the received tensors too.
+        if part.second_half is not None:  # The graph references the received tensors too.
             self._holders.update(arrived)
         if (stage, m) not in self._whole:
             flight.left.extend(self._make(part.sizes[n], part.storages[n]) for n in part.left)
@@ -154,7 +154,7 @@ class Pass:
 
     def backward(self, stage: int, m: int) -> None:
         """Append a backward that is not split, up to the gradients of the received tensors."""
-        self._take_back(stage, m)
+        self._take_from_next_stage(stage, m)
         self._whole_backward(stage, m)
 
     def _whole_backward(self, stage: int, m: int) -> None:
@@ -163,52 +163,52 @@ class Pass:
         if (stage, m) not in self._whole:
             self._make_known(part, flight, part.returned)
             for storage in (*flight.left, *came):
-                self._let_go([storage])
-            self._let_go(flight[storage] for storage in part.sent)
+                self._drop_all([storage])
+            self._drop_all(flight[storage] for storage in part.sent)
             self._change_host(-part.host_bytes)
             return
         flight.known.update(zip(part.given, came, strict=True))
-        self._play(part, flight, part.split, len(part.work.log.changes))
-        self._let_go(came)
+        self._play(part, flight, part.split, len(part.trace.log.changes))
+        self._drop_all(came)
         self._end_outputs(part, flight)
 
     def first_half(self, stage: int, m: int) -> None:
         """Append the first half of a split backward, which computes no gradients of weights."""
-        self._take_back(stage, m)
+        self._take_from_next_stage(stage, m)
         part, flight = self._part_of(stage, m), self._flights[stage, m]
-        if part.turn is None:
+        if part.second_half is None:
             return  # No received tensor needs a gradient: the second half runs all of backward.
         flight.known.update(zip(part.given, self._came_back.pop((stage, m), []), strict=True))
         if (stage, m) in self._whole:
-            self._play(part, flight, part.split, part.turn[0])
+            self._play(part, flight, part.split, part.second_half[0])
             self._end_outputs(part, flight)
             return
         waiting = {*part.waiting}
         # Second halves that ran earlier left gradients of weights. Wrappers take those gradients at
         # the hook points of this first half.
-        for mark in part.marks_between(part.split):
-            self._mark(mark, f"{AT_STAGE}{stage}")
+        for point in part.hook_points_from(part.split):
+            self._add_hook_point(point, f"{AT_STAGE}{stage}")
         self._make_known(part, flight, part.returned)
         self._holders.update(flight[s] for s in part.returned)
         new = [s for s in part.waiting if s not in flight.known and s not in part.left]
         left = dict(zip(part.left, flight.left, strict=True))
         flight.known.update(left)
         self._make_known(part, flight, new)
-        self._let_go(flight[s] for s in part.left if s not in waiting)
-        self._let_go(
+        self._drop_all(flight[s] for s in part.left if s not in waiting)
+        self._drop_all(
             flight[s] for s in (*part.received, *part.given, *part.returned) if s not in waiting
         )
-        self._let_go(flight[storage] for storage in part.sent)
+        self._drop_all(flight[storage] for storage in part.sent)
 
     def second_half(self, stage: int, m: int) -> None:
         """Append the second half of a split backward, which computes the gradients of weights."""
         part, flight = self._part_of(stage, m), self._flights[stage, m]
-        if part.turn is None:
+        if part.second_half is None:
             self._whole_backward(stage, m)
         elif (stage, m) in self._whole:
-            self._play(part, flight, part.turn[0], len(part.work.log.changes))
+            self._play(part, flight, part.second_half[0], len(part.trace.log.changes))
         else:
-            self._let_go(flight[storage] for storage in part.waiting)
+            self._drop_all(flight[storage] for storage in part.waiting)
             for storage in part.names if self._takes else ():
                 # The gradients wait for the next first half, in which the wrapper takes them.
                 self._make_known(part, flight, [storage])
@@ -216,19 +216,19 @@ class Pass:
 
     def _end_outputs(self, part: StageWork, flight: _PlayedMicrobatch) -> None:
         """Free the outputs from which backward began: the sent tensors, or the loss."""
-        self._let_go(flight[storage] for storage in part.sent)
+        self._drop_all(flight[storage] for storage in part.sent)
         if flight.stage == self._stages.num - 1:
-            for storage in part.work.losses:
+            for storage in part.trace.losses:
                 self._drop(flight[storage])
 
-    def _take_back(self, stage: int, m: int) -> None:
+    def _take_from_next_stage(self, stage: int, m: int) -> None:
         """Take the gradients directly from the next stage, if that is on the same rank.
 
         The activations to which the gradients belong are freed.
         """
         if stage + 1 in self._parts:
             part, flight = self._part_of(stage + 1, m), self._flights[stage + 1, m]
-            self._let_go(flight[storage] for storage in part.received)
+            self._drop_all(flight[storage] for storage in part.received)
             self._came_back[stage, m] = [flight[storage] for storage in part.returned]
 
     def send_forward(self, stage: int, m: int) -> None:
@@ -248,7 +248,7 @@ class Pass:
         """
         part, flight = self._part_of(stage, m), self._flights[stage, m]
         self._leaving[Action("SEND_B", stage, m)] = [flight[s] for s in part.returned]
-        self._let_go(flight[storage] for storage in part.received)
+        self._drop_all(flight[storage] for storage in part.received)
 
     def receive_backward(self, stage: int, m: int) -> None:
         """Allocate buffers for the gradients that arrive, which stay until backward is done."""
@@ -262,27 +262,27 @@ class Pass:
         """
         self._begin("backward")
         for storages in self._leaving.values():
-            self._let_go(storages)
+            self._drop_all(storages)
         self._drop(self._make(_NUMBER, Storage(Term.COMMUNICATION, "_to_copy")))
         for stage in self._parts:
             if stage in split_of:
-                self._marks.append(
+                self._hook_points.append(
                     HookPoint(len(self._events), HookKind.REDUCING, f"{AT_STAGE}{stage}")
                 )
-        self._marks.append(HookPoint(len(self._events), HookKind.SHARING, ""))
+        self._hook_points.append(HookPoint(len(self._events), HookKind.SHARING, ""))
         loss = self._make(_NUMBER, Storage(Term.LOSS, "div"))
         self._drop(self._total)
         return MicrobatchTrace(
             log=EventLog(tuple(self._storages), tuple(self._events), tuple(self._phases)),
-            marks=tuple(self._marks),
+            hook_points=tuple(self._hook_points),
             gradients=self._gradients,
             ready=self._ready,
             losses=(loss,),
-            again=tuple(self._again),
-            settling={
+            later_gradients=tuple(self._later_gradients),
+            grad_relayout={
                 f"{fqn}{AT_STAGE}{stage}": each
                 for stage, part in self._parts.items()
-                for fqn, each in part.work.settling.items()
+                for fqn, each in part.trace.grad_relayout.items()
             },
             num_before=self._num_before,
             host=tuple(self._host),
@@ -322,7 +322,7 @@ class Pass:
         made = Storage(Term.COMMUNICATION, "empty")
         return [self._make(sizes[storage], made) for storage in storages]
 
-    def _let_go(self, storages: Iterable[int]) -> None:
+    def _drop_all(self, storages: Iterable[int]) -> None:
         """Drop one reference to each storage, and free storages without further references."""
         for storage in storages:
             if self._holders.get(storage):
@@ -332,15 +332,15 @@ class Pass:
 
     def _play(self, part: StageWork, flight: _PlayedMicrobatch, first: int, end: int) -> None:
         """Append the events from `first` to before `end` of a stage's work."""
-        log, at = part.work.log, f"{AT_STAGE}{flight.stage}"
-        marks = part.marks_between(first)
-        is_split = part.turn is not None
+        log, at = part.trace.log, f"{AT_STAGE}{flight.stage}"
+        hook_points = part.hook_points_from(first)
+        is_split = part.second_half is not None
         crossing = {*part.received, *part.given, *part.returned} if is_split else set[int]()
         sent, given, returned = {*part.sent}, {*part.given}, {*part.returned}
         ready = part.ready_at
         is_forward = first < part.split
         # Forward copies to the host, and backward frees the copies.
-        host = deque(each for each in part.work.host or () if (each[1] > 0) is is_forward)
+        host = deque(each for each in part.trace.host or () if (each[1] > 0) is is_forward)
         done = 0
         plain_until, numbers, events = part.plain_until, flight.known, log.changes
         number = first
@@ -356,8 +356,8 @@ class Pass:
                 continue
             while host and host[0][0] <= number:
                 self._change_host(host.popleft()[1])
-            while done < len(marks) and marks[done].event <= number:
-                self._mark(marks[done], at)
+            while done < len(hook_points) and hook_points[done].event <= number:
+                self._add_hook_point(hook_points[done], at)
                 done += 1
             for storage in ready.get(number, ()):
                 self._take(part, storage, flight[storage], at)
@@ -367,7 +367,7 @@ class Pass:
                 continue  # The methods of the pass write this event.
             self._begin(log.phases[phase])
             if delta < 0 and storage in crossing:
-                self._let_go([flight[storage]])
+                self._drop_all([flight[storage]])
                 continue
             own = flight[storage]
             self._events.append((delta, own, len(self._phases) - 1))
@@ -379,8 +379,8 @@ class Pass:
             self._take(part, storage, flight[storage], at)
         for _, delta in host:
             self._change_host(delta)
-        for mark in marks[done:]:
-            self._mark(mark, at)
+        for point in hook_points[done:]:
+            self._add_hook_point(point, at)
 
     def _take(self, part: StageWork, storage: int, own: int, at: str) -> None:
         """Assign a gradient, which autograd has completed, to its parameter."""
@@ -388,9 +388,9 @@ class Pass:
         if name not in self._gradients:
             self._gradients[name], self._ready[name] = own, len(self._events)
         elif self._takes:
-            self._again.append((len(self._events), name, own))
+            self._later_gradients.append((len(self._events), name, own))
         else:  # The gradient is added to the existing one in place.
             self._drop(own)
 
-    def _mark(self, mark: HookPoint, at: str) -> None:
-        self._marks.append(HookPoint(len(self._events), mark.moment, mark.unit + at))
+    def _add_hook_point(self, point: HookPoint, at: str) -> None:
+        self._hook_points.append(HookPoint(len(self._events), point.kind, point.unit + at))

@@ -59,15 +59,15 @@ class _SplitBackwardPlayer(StagePlayer):
         for number in reversed(range(len(self._tape.rows))):
             self._is_loss = 0 <= self._tape.loss_start <= number
             if number == self._tape.loss_start - 1:
-                self._mark(HookKind.BEFORE_BACKWARD, "")
+                self._add_hook_point(HookKind.BEFORE_BACKWARD, "")
             self._begin_unit(number)
             self._back_to_inputs(number)
             self._end_unit(number)
-        self._mark(HookKind.END_OF_BACKWARD, "")
+        self._add_hook_point(HookKind.END_OF_BACKWARD, "")
         self._is_loss = False
         for storage in self._seeds:
             self._drop(storage)
-        self._let_go(-1)
+        self._free_saved(-1)
         sent = {*self._part.sent}
         for value in self._tape.outlive - sent:
             self._drop(self._env.pop(value))
@@ -82,7 +82,7 @@ class _SplitBackwardPlayer(StagePlayer):
             last = max(uses, default=-1)
             self._ending.setdefault(last, []).extend((storage, gradient))
         self._end_received(-1)
-        self.turn = len(self._events), len(self._marks)
+        self.second_half = len(self._events), len(self._hook_points)
         self._second_half()
 
     def _back_to_inputs(self, number: int) -> None:
@@ -92,10 +92,10 @@ class _SplitBackwardPlayer(StagePlayer):
         if number in self._joins:
             self._noted[number] = given
             for storage in given:
-                self._hold(storage)
+                self._reference(storage)
         is_own = bool(given) and not row.parameters and self._halves.flowing[number]
         took = (
-            self._born(row.workspace_backward_bytes, row)
+            self._allocate(row.workspace_backward_bytes, row)
             if is_own and row.workspace_backward_bytes
             else None
         )
@@ -136,13 +136,13 @@ class _SplitBackwardPlayer(StagePlayer):
             if number in group.joins:
                 given = self._noted[number]
                 for storage in given:
-                    self._hold(storage)
+                    self._reference(storage)
             else:
                 given = [self._grads.pop(value) for value in row.makes if value in self._grads]
             assert given, f"no gradient came to {row.op} of {row.module}"
             is_own = bool(row.parameters) or not self._halves.flowing[number]
             took = (
-                self._born(row.workspace_backward_bytes, row)
+                self._allocate(row.workspace_backward_bytes, row)
                 if is_own and row.workspace_backward_bytes
                 else None
             )
@@ -167,14 +167,14 @@ class _SplitBackwardPlayer(StagePlayer):
         for number in group.joins:
             for storage in self._noted.pop(number):
                 self._drop(storage)
-        self._let_go(place)
+        self._free_saved(place)
         self._end_received(place)
 
     def _end_received(self, place: int) -> None:
         for storage in self._ending.pop(place, ()):
             self._drop(storage)
 
-    def _let_go(self, place: int) -> None:
+    def _free_saved(self, place: int) -> None:
         """Free the saved values of the ops that this group was the last to keep alive."""
         for number in self._held_until.pop(place, ()):
             for storage in self._kept.pop(number, ()):

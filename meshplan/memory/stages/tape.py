@@ -94,13 +94,13 @@ class TapeCutter:
                     self._readers.setdefault(value, []).append(number)
         self._spans_of: dict[int | None, list[RecomputeSpan]] = {}
         self._units_of: dict[int | None, list[tuple[str, int, int]]] = {}
-        self._laid_of: dict[int | None, list[tuple[int, str, int]]] = {}
+        self._relayout_of: dict[int | None, list[tuple[int, str, int]]] = {}
         for span in tape.spans:
             self._spans_of.setdefault(self.owner[span.start], []).append(span)
         for unit in tape.units:
             self._units_of.setdefault(self.owner[unit[1]], []).append(unit)
-        for (number, fqn), size in tape.laid.items():
-            self._laid_of.setdefault(self.owner[number], []).append((number, fqn, size))
+        for (number, fqn), size in tape.relayout_bytes.items():
+            self._relayout_of.setdefault(self.owner[number], []).append((number, fqn, size))
         self._free: dict[str, bool] = {}
         """Cache of `_is_free`, by module."""
         first = min((start for _, start, _ in tape.units), default=0)
@@ -165,8 +165,10 @@ class TapeCutter:
                 for fqn, start, stop in self._units_of.get(stage, ())
             ],
             loss_start=place(whole.loss_start - 1) + 1 if is_last else len(rows),
-            laid={(place(number), fqn): size for number, fqn, size in self._laid_of.get(stage, ())},
-            lays_itself=whole.lays_itself,
+            relayout_bytes={
+                (place(number), fqn): size for number, fqn, size in self._relayout_of.get(stage, ())
+            },
+            relaid_at_once=whole.relaid_at_once,
             sums_apart={names[value] for value in whole.sums_apart & names.keys()},
         )
         out.spans = [
@@ -300,7 +302,9 @@ def _widen(tape: Tape, is_free: Callable[[str], bool], times: int) -> None:
     tape.last_use = [moved[min(use, len(rows))] for use in tape.last_use]
     tape.loss_start = moved[tape.loss_start]
     tape.units = [(fqn, moved[start], moved[end - 1] + 1) for fqn, start, end in units]
-    tape.laid = {(moved[number], fqn): size for (number, fqn), size in tape.laid.items()}
+    tape.relayout_bytes = {
+        (moved[number], fqn): size for (number, fqn), size in tape.relayout_bytes.items()
+    }
     tape.spans = [
         replace(
             span,

@@ -102,13 +102,14 @@ class Tape:
         loss_start: First op of the loss. The last op of the tape makes the loss itself.
         logits: Value that the model returns and the loss is computed from.
         outlive: Values that the training loop references until backward is done.
-        laid: For each (op, fqn of a parameter) where the op makes the parameter's gradient in
-            another layout than the parameter's: bytes of the gradient once it is redistributed.
-        lays_itself: Fqns of parameters that no unit reduces: their gradients are redistributed as
-            soon as they exist.
+        relayout_bytes: For each (op, fqn of a parameter) where the op makes the parameter's
+            gradient in another layout than the parameter's: bytes of the gradient once it is
+            redistributed.
+        relaid_at_once: Fqns of parameters that no unit reduces: their gradients are redistributed
+            as soon as they exist.
         sums_apart: Values whose gradients are never added up in place: each sum is a new tensor.
-        handed: For each (op, value that it reads or fqn of a parameter) whose gradient forward has
-            computed: the value, saved by the op, that is this gradient.
+        grad_from: For each (op, value that it reads or fqn of a parameter) whose gradient forward
+            has computed: the value, saved by the op, that is this gradient.
         in_float32: Values made by matrix products in float32, if the compute dtype is narrower.
     """
 
@@ -122,10 +123,10 @@ class Tape:
     loss_start: int = -1
     logits: int = -1
     outlive: set[int] = field(default_factory=set)
-    laid: dict[tuple[int, str], int] = field(default_factory=dict)
-    lays_itself: set[str] = field(default_factory=set)
+    relayout_bytes: dict[tuple[int, str], int] = field(default_factory=dict)
+    relaid_at_once: set[str] = field(default_factory=set)
     sums_apart: set[int] = field(default_factory=set)
-    handed: dict[tuple[int, int | str], int] = field(default_factory=dict)
+    grad_from: dict[tuple[int, int | str], int] = field(default_factory=dict)
     in_float32: set[int] = field(default_factory=set)
 
     def value(self, nbytes: int, of: int | None = None) -> int:
@@ -153,7 +154,7 @@ class Tape:
             fqn: Fqn of the parameter.
             nbytes: Bytes of the gradient once it has the parameter's layout.
         """
-        self.laid[len(self.rows) - 1, fqn] = nbytes
+        self.relayout_bytes[len(self.rows) - 1, fqn] = nbytes
 
     def touch(self, value: int) -> None:
         """Extend a value's lifetime to the last op so far: a Python frame still references it."""

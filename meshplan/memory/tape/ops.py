@@ -39,7 +39,8 @@ class TapeBuilder:
         samples: Sequences that these tokens belong to.
         in_place: If True, in-place writes of torch's backward formulas are done in place; otherwise
             they make new tensors, as under a dispatch mode.
-        runs_again: If True, backward recomputes the ops before it uses the values that they save.
+        is_recomputed: If True, backward recomputes the ops before it uses the values that they
+            save.
     """
 
     tape: Tape
@@ -52,14 +53,15 @@ class TapeBuilder:
     tokens: int = 0
     samples: int = 1
     in_place: bool = True
-    runs_again: bool = False
+    is_recomputed: bool = False
 
     def at(self, module: str) -> TapeBuilder:
         """Return a builder for the same tape that writes ops of another module."""
         # `dataclasses.replace` takes three times as long, and there are thousands of modules.
         return TapeBuilder(
             self.tape, self.element_bytes, self.parameter_bytes, self.is_cuda, module=module,
-            saves=self.saves, tokens=self.tokens, samples=self.samples, runs_again=self.runs_again,
+            saves=self.saves, tokens=self.tokens, samples=self.samples,
+            is_recomputed=self.is_recomputed,
             in_place=self.in_place,
         )  # fmt: skip
 

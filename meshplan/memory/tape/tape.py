@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Final
 
-from meshplan.memory.log.categories import settled
+from meshplan.memory.log.categories import terms_by_lifetime
 from meshplan.memory.log.events import Change, EventLog, Storage, Term
 from meshplan.memory.log.microbatch import HookKind, HookPoint, MicrobatchTrace
 from meshplan.memory.tape.nested_units import NestedUnits
@@ -39,7 +39,7 @@ def play(tape: Tape, *, sums_in_place: bool = False) -> MicrobatchTrace:
             first, as torch does outside of dispatch modes; otherwise each sum is a new tensor, as
             under a dispatch mode.
     """
-    return Player(tape, sums_in_place).work()
+    return Player(tape, sums_in_place).trace()
 
 
 class Player:
@@ -52,11 +52,11 @@ class Player:
         """For each storage: its term, the op that made it, the phase in which it was born, and the
         phase in which it was freed, if it was."""
         self._events: list[Change] = []
-        self._marks: list[HookPoint] = []
+        self._hook_points: list[HookPoint] = []
         self._gradients: dict[str, int] = {}
         self._ready: dict[str, int] = {}
         """Index of the event before which a gradient is complete, by fqn of its parameter."""
-        self._unlaid: dict[str, int] = {}
+        self._other_layout: dict[str, int] = {}
         """Storage of a gradient in another layout than its parameter's, by fqn of the parameter."""
         self._sent: set[int] = set()
         self._phase = 0
@@ -80,33 +80,36 @@ class Player:
         self._ends = {end - 1: unit for unit, _, end in tape.units}
         self._nested = NestedUnits(tape)
 
-    def work(self) -> MicrobatchTrace:
+    def trace(self) -> MicrobatchTrace:
         tape = self._tape
         for value, term in tape.before.items():
-            self._env[value] = self._born(tape.nbytes[value], TapeOp("", "", ()), term)
+            self._env[value] = self._allocate(tape.nbytes[value], TapeOp("", "", ()), term)
         num_before, self._phase = len(self._terms), _FORWARD
-        self._mark(HookKind.BEFORE_FORWARD, "")
+        self._add_hook_point(HookKind.BEFORE_FORWARD, "")
         spans = list(tape.parts())
         for span in spans:
             self._forward(span)
         self._begin_backward()
         self._run_backward(spans)
         assert not self._grads, "a gradient reached no operation"
-        log = EventLog(self._settled(num_before), tuple(self._events), _PHASES)
+        log = EventLog(self._all_storages(num_before), tuple(self._events), _PHASES)
         loss = self._env[tape.rows[-1].makes[0]]
         # The remaining gradients are redistributed by their unit after the reduction. The log of
         # the microbatch ends before that, so the trace lists the bytes instead of events.
-        settling = {
-            fqn: ((nbytes, -1),) for (_, fqn), nbytes in tape.laid.items() if fqn in self._unlaid
+        grad_relayout = {
+            fqn: ((nbytes, -1),)
+            for (_, fqn), nbytes in tape.relayout_bytes.items()
+            if fqn in self._other_layout
         }
         return MicrobatchTrace(
-            log, tuple(self._marks), self._gradients, self._ready, (loss,), settling=settling,
+            log, tuple(self._hook_points), self._gradients, self._ready, (loss,),
+            grad_relayout=grad_relayout,
             host=tuple(self._host.changes),
         )  # fmt: skip
 
     # Memory
 
-    def _born(self, nbytes: int, row: TapeOp, term: Term = Term.TEMPORARIES) -> int:
+    def _allocate(self, nbytes: int, row: TapeOp, term: Term = Term.TEMPORARIES) -> int:
         """Add a storage with one reference and return its number."""
         number, phase = len(self._uses), self._phase
         if self._is_loss and term is Term.TEMPORARIES:
@@ -122,7 +125,7 @@ class Player:
             self._sent.add(number)
         return number
 
-    def _hold(self, storage: int) -> None:
+    def _reference(self, storage: int) -> None:
         self._uses[storage] += 1
 
     def _drop(self, storage: int) -> None:
@@ -131,12 +134,14 @@ class Player:
             self._ended_in[storage] = self._phase
             self._events.append((-size, storage, self._phase))
 
-    def _settled(self, num_before: int) -> tuple[Storage, ...]:
+    def _all_storages(self, num_before: int) -> tuple[Storage, ...]:
         """Return all storages with their terms, which follow from their lifetimes."""
         sizes, ended, never = self._sizes, self._ended_in.get, len(_PHASES)
         born = enumerate(self._born_in)
         spans = [(phase, ended(n, never)) if sizes[n] else None for n, phase in born]
-        terms = settled(self._terms, spans, _PHASES, sent=self._sent, num_before=num_before)
+        terms = terms_by_lifetime(
+            self._terms, spans, _PHASES, sent=self._sent, num_before=num_before
+        )
         ops, modules = zip(*((row.op, row.module) for row in self._made_by), strict=True)
         phases = map(_PHASES.__getitem__, self._born_in)
         return tuple(map(Storage._make, zip(terms, ops, modules, phases, repeat(0), strict=False)))
@@ -145,8 +150,8 @@ class Player:
     def _now(self) -> int:
         return len(self._events)
 
-    def _mark(self, moment: HookKind, unit: str) -> None:
-        self._marks.append(HookPoint(self._now, moment, unit))
+    def _add_hook_point(self, kind: HookKind, unit: str) -> None:
+        self._hook_points.append(HookPoint(self._now, kind, unit))
 
     # Forward
 
@@ -157,15 +162,15 @@ class Player:
             # Keys of ops are their numbers, so `~start` is a key that no op has.
             if span.on_host and not self._host.take(~span.start, (span.enters,), self._now):
                 del inputs[tape.base[span.enters]]
-            self._inputs[span.start] = held = {value: self._env[value] for value in inputs}
-            for storage in held.values():
-                self._hold(storage)
+            self._inputs[span.start] = saved = {value: self._env[value] for value in inputs}
+            for storage in saved.values():
+                self._reference(storage)
         for number in range(span.start, span.end):
             if number == tape.loss_start:
-                self._mark(HookKind.AFTER_FORWARD, "")
+                self._add_hook_point(HookKind.AFTER_FORWARD, "")
                 self._phase, self._is_loss = _LOSS, True
             if number in self._starts:
-                self._mark(HookKind.BEFORE_FORWARD, self._starts[number])
+                self._add_hook_point(HookKind.BEFORE_FORWARD, self._starts[number])
             row = tape.rows[number]
             self._run(row, self._env)
             if span.keeps_chosen:
@@ -176,7 +181,7 @@ class Player:
                 if value != tape.rows[-1].makes[0]:  # The training loop keeps the loss.
                     self._drop(self._env.pop(value))
             if number in self._ends:
-                self._mark(HookKind.AFTER_FORWARD, self._ends[number])
+                self._add_hook_point(HookKind.AFTER_FORWARD, self._ends[number])
 
     def _run(self, row: TapeOp, env: dict[int, int], cached: dict[int, int] | None = None) -> None:
         """Allocate the op's workspace and outputs; take outputs from `cached` if they are there.
@@ -187,13 +192,13 @@ class Player:
             cached: Storages of values that need not be recomputed; those used are removed.
         """
         tape = self._tape
-        took = self._born(row.workspace_bytes, row) if row.workspace_bytes else None
+        took = self._allocate(row.workspace_bytes, row) if row.workspace_bytes else None
         for value in row.makes:
             if tape.base[value] == value:
                 known = cached.pop(value, None) if cached else None
                 if known is None:
                     term = Term.LOSS if value == tape.logits else Term.TEMPORARIES
-                    known = self._born(tape.nbytes[value], row, term)
+                    known = self._allocate(tape.nbytes[value], row, term)
                 env[value] = known
         if took is not None:
             self._drop(took)
@@ -204,14 +209,14 @@ class Player:
             keeps = self._host.take(number, keeps, self._now)
         kept = [env[base[value]] for value in keeps]
         for storage in kept:
-            self._hold(storage)
+            self._reference(storage)
         self._kept[number] = kept
 
     def _cache(self, row: TapeOp) -> None:
         if row.is_kept:
             for value in row.makes:
                 storage = self._env[self._tape.base[value]]
-                self._hold(storage)
+                self._reference(storage)
                 self._cached[value] = storage
 
     # Backward
@@ -224,15 +229,15 @@ class Player:
             if value not in self._tape.outlive:
                 self._drop(self._env.pop(value))
         scaled = TapeOp("mul", "", (loss,))
-        self._seeds = [self._born(self._tape.nbytes[loss], scaled) for _ in range(2)]
-        self._grads[loss] = self._born(self._tape.nbytes[loss], scaled)
+        self._seeds = [self._allocate(self._tape.nbytes[loss], scaled) for _ in range(2)]
+        self._grads[loss] = self._allocate(self._tape.nbytes[loss], scaled)
 
     def _run_backward(self, spans: Sequence[RecomputeSpan]) -> None:
         for span in reversed(spans):
             self._backward(span)
         for value in self._tape.outlive:
             self._drop(self._env.pop(value))
-        self._mark(HookKind.END_OF_BACKWARD, "")
+        self._add_hook_point(HookKind.END_OF_BACKWARD, "")
         for storage in self._seeds:
             self._drop(storage)
 
@@ -242,10 +247,10 @@ class Player:
             # The ops after the last one that saves something are not recomputed, so their backward
             # runs first. The hook of the unit then gathers its parameters before its ops run again.
             end = 1 + self._tape.last_kept(span)
-            self._back_through(end, span.end)
+            self._backward_of_span(end, span.end)
             self._begin_unit(end - 1)
             self._recompute(span)
-        self._back_through(span.start, end, span if span.recompute else None)
+        self._backward_of_span(span.start, end, span if span.recompute else None)
 
     def _end_span(self, span: RecomputeSpan) -> None:
         """Free the saved inputs of a recomputed span, and the cached values that it did not use."""
@@ -255,14 +260,14 @@ class Player:
             self._drop(storage)
         self._host.end(~span.start, self._now)
 
-    def _back_through(self, start: int, end: int, ending: RecomputeSpan | None = None) -> None:
+    def _backward_of_span(self, start: int, end: int, ending: RecomputeSpan | None = None) -> None:
         loss_start = self._tape.loss_start
         for number in range(end - 1, start - 1, -1):
             self._is_loss = 0 <= loss_start <= number
             if number == loss_start - 1:
-                self._mark(HookKind.BEFORE_BACKWARD, "")
+                self._add_hook_point(HookKind.BEFORE_BACKWARD, "")
             self._begin_unit(number)
-            self._back(number)
+            self._backward_of_op(number)
             if ending is not None and number == start:
                 self._end_span(ending)
             self._end_unit(number)
@@ -270,13 +275,13 @@ class Player:
     def _begin_unit(self, number: int) -> None:
         """Mark the beginning of a unit's backward, if the op is the last of a unit."""
         if number in self._ends:
-            self._mark(HookKind.BEFORE_BACKWARD, self._ends.pop(number))
+            self._add_hook_point(HookKind.BEFORE_BACKWARD, self._ends.pop(number))
             self._nested.begin(number, self._grads)
 
     def _end_unit(self, number: int) -> None:
         """Mark the end of a unit's backward, if the op is the first of a unit."""
         if number in self._starts:
-            self._mark(HookKind.AFTER_BACKWARD, self._starts[number])
+            self._add_hook_point(HookKind.AFTER_BACKWARD, self._starts[number])
             for value, storage in self._nested.end(number, self._grads):
                 self._accumulate(value, storage, self._tape.rows[number])
 
@@ -286,15 +291,15 @@ class Player:
         self._is_loss = False
         env = dict(self._inputs[span.start])
         for storage in env.values():
-            self._hold(storage)
-        back = [self._born(size, rows[span.start]) for size in self._host.of(~span.start)]
+            self._reference(storage)
+        back = [self._allocate(size, rows[span.start]) for size in self._host.of(~span.start)]
         for storage in back:  # The span is called with the copy, and references it to its end.
             env[self._tape.base[span.enters]] = storage
-            self._hold(storage)
+            self._reference(storage)
         for number in range(span.start, last + 1):
             row = rows[number]
             if number in self._starts and number > span.start:
-                self._mark(HookKind.BEFORE_FORWARD, self._starts[number])
+                self._add_hook_point(HookKind.BEFORE_FORWARD, self._starts[number])
             # torch.utils.checkpoint stops before the last op if that op saves only its inputs.
             if number < last or set(row.keeps) & set(row.makes):
                 self._run(row, env, self._cached)
@@ -303,20 +308,20 @@ class Player:
                 if value in env:
                     self._drop(env.pop(value))
             if number in self._ends and number < last:
-                self._mark(HookKind.AFTER_FORWARD, self._ends[number])
+                self._add_hook_point(HookKind.AFTER_FORWARD, self._ends[number])
         for storage in (*env.values(), *back):
             self._drop(storage)
 
-    def _back(self, number: int) -> None:
+    def _backward_of_op(self, number: int) -> None:
         """Run the backward of one op: allocate its inputs' gradients, then free what it used."""
         row, grads = self._tape.rows[number], self._grads
         given = [grads.pop(value) for value in row.makes if value in grads]
         made, own = list[tuple[int, int]](), list[tuple[str, int, int]]()
         back: Sequence[int] = ()
         if given:
-            back = [self._born(size, row) for size in self._host.of(number)]
+            back = [self._allocate(size, row) for size in self._host.of(number)]
             took = (
-                self._born(row.workspace_backward_bytes, row)
+                self._allocate(row.workspace_backward_bytes, row)
                 if row.workspace_backward_bytes
                 else None
             )
@@ -335,8 +340,8 @@ class Player:
         for value, storage in made:
             self._accumulate(value, storage, row)
         for fqn, _ in row.parameters if given else ():
-            if fqn in self._unlaid:
-                self._lay(fqn, number)
+            if fqn in self._other_layout:
+                self._relayout(fqn, number)
             self._ready[fqn] = len(self._events)
 
     def _passed_on(
@@ -352,14 +357,14 @@ class Player:
             given: Storages of the gradients of the op's outputs.
         """
         made: list[tuple[int, int]] = []
-        handed, row = self._tape.handed, self._tape.rows[number]
+        grad_from, row = self._tape.grad_from, self._tape.rows[number]
         for value, nbytes in grads:
-            if handed and (number, value) in handed:
-                made.append((value, self._handed(number, value)))
+            if grad_from and (number, value) in grad_from:
+                made.append((value, self._saved_gradient(number, value)))
             elif nbytes:
-                made.append((value, self._born(nbytes, row)))
+                made.append((value, self._allocate(nbytes, row)))
             else:
-                self._hold(given[0])
+                self._reference(given[0])
                 made.append((value, given[0]))
         return made
 
@@ -372,66 +377,70 @@ class Player:
         if self._sums_in_place and self._uses[known] == 1 and value not in self._tape.sums_apart:
             self._drop(storage)
             return
-        self._grads[value] = self._born(max(self._sizes[known], self._sizes[storage]), row)
+        self._grads[value] = self._allocate(max(self._sizes[known], self._sizes[storage]), row)
         self._drop(known)
         self._drop(storage)
 
-    def _lay(self, fqn: str, number: int) -> None:
+    def _relayout(self, fqn: str, number: int) -> None:
         """Bring a gradient into the layout of its parameter, unless the unit does so later.
 
         The unit cannot if another gradient of the parameter is in that layout already, because both
         have to be added up here.
         """
-        row, known, whole = self._tape.rows[number], self._gradients[fqn], self._unlaid[fqn]
-        if known == whole and fqn not in self._tape.lays_itself:
+        row, known, other_layout = (
+            self._tape.rows[number],
+            self._gradients[fqn],
+            self._other_layout[fqn],
+        )
+        if known == other_layout and fqn not in self._tape.relaid_at_once:
             return
-        size = self._tape.laid[number, fqn]
-        laid = self._born(size, row, Term.GRADIENTS)
-        if known != whole:
-            total = self._born(size, row, Term.GRADIENTS)
-            self._drop(laid)
+        size = self._tape.relayout_bytes[number, fqn]
+        relaid = self._allocate(size, row, Term.GRADIENTS)
+        if known != other_layout:
+            total = self._allocate(size, row, Term.GRADIENTS)
+            self._drop(relaid)
             self._drop(known)
-            laid = total
-        self._drop(self._unlaid.pop(fqn))
-        self._gradients[fqn] = laid
+            relaid = total
+        self._drop(self._other_layout.pop(fqn))
+        self._gradients[fqn] = relaid
 
-    def _handed(self, number: int, key: int | str) -> int:
+    def _saved_gradient(self, number: int, key: int | str) -> int:
         """Return the storage of a gradient that forward computed and saved.
 
         Args:
             number: The op that returns the gradient in backward.
             key: The value, or the fqn of the parameter, whose gradient it is.
         """
-        place = self._tape.rows[number].keeps.index(self._tape.handed[number, key])
+        place = self._tape.rows[number].keeps.index(self._tape.grad_from[number, key])
         storage = self._kept[number][place]
-        self._hold(storage)
+        self._reference(storage)
         return storage
 
     def _gradient(self, fqn: str, nbytes: int, number: int) -> int:
         """Return the storage of a parameter's gradient that one op makes."""
-        if (number, fqn) in self._tape.handed:
-            return self._as(Term.GRADIENTS, self._handed(number, fqn))
-        return self._born(nbytes, self._tape.rows[number], Term.GRADIENTS)
+        if (number, fqn) in self._tape.grad_from:
+            return self._set_term(Term.GRADIENTS, self._saved_gradient(number, fqn))
+        return self._allocate(nbytes, self._tape.rows[number], Term.GRADIENTS)
 
     def _add_gradient(self, fqn: str, nbytes: int, storage: int, number: int) -> None:
         """Add a parameter's gradient to the gradients from other ops that read the parameter."""
-        is_laid = (number, fqn) not in self._tape.laid
-        if not is_laid:
-            self._unlaid[fqn] = storage
+        has_own_layout = (number, fqn) not in self._tape.relayout_bytes
+        if not has_own_layout:
+            self._other_layout[fqn] = storage
         known = self._gradients.setdefault(fqn, storage)
-        if known == storage or not is_laid:
+        if known == storage or not has_own_layout:
             return
         if not self._sums_in_place:
-            self._gradients[fqn] = self._born(nbytes, self._tape.rows[number], Term.GRADIENTS)
+            self._gradients[fqn] = self._allocate(nbytes, self._tape.rows[number], Term.GRADIENTS)
             self._drop(self._as_addend(known))
         self._drop(self._as_addend(storage))
 
     def _as_addend(self, storage: int) -> int:
         """Return a storage that is added to a parameter's gradient, with a temporary's term."""
         of_loss = self._born_in[storage] == _LOSS
-        return self._as(Term.LOSS if of_loss else Term.TEMPORARIES, storage)
+        return self._set_term(Term.LOSS if of_loss else Term.TEMPORARIES, storage)
 
-    def _as(self, term: Term, storage: int) -> int:
+    def _set_term(self, term: Term, storage: int) -> int:
         """Change the term of a storage and return it."""
         self._terms[storage] = term
         return storage

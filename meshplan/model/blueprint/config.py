@@ -155,9 +155,9 @@ class Facts:
         Raises:
             SpecError: The config has problems.
         """
-        told = {problem.origin.path for problem in self.problems if problem.origin}
+        reported = {problem.origin.path for problem in self.problems if problem.origin}
         for key, kind in misfits(self.config):
-            if key not in told:
+            if key not in reported:
                 self.problem(key, f"{_shown(self.config[key])} is not {kind.what}", kind.fix)
         if self.problems:
             raise SpecError(self.problems)

@@ -96,7 +96,7 @@ class FlowBuilder:
         )
         return out
 
-    def hand_on(self, module: str, parent: int, value: int) -> int:
+    def pass_through(self, module: str, parent: int, value: int) -> int:
         """Add the call of a module that returns its input, and return that value's id."""
         self._call(module, parent, (value,), (value,))
         return value
@@ -206,7 +206,7 @@ def gpt2_outline(
     if drops:
         x = out.run("transformer.drop", body, (x,), is_random=True)
     else:
-        x = out.hand_on("transformer.drop", body, x)
+        x = out.pass_through("transformer.drop", body, x)
     for block in _blocks(modules, "transformer.h"):
         x = out.run(block, body, (x,))
     x = out.run("transformer.ln_f", body, (x,))

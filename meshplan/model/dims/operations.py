@@ -46,7 +46,7 @@ REDUCED: Final[Mapping[str, int]] = MappingProxyType(
 )  # fmt: skip
 """Operations that reduce over dims, and the index of the argument that names these dims."""
 
-LOOKS_ALONG: Final[Mapping[str, int]] = MappingProxyType(
+MIXES_ALONG: Final[Mapping[str, int]] = MappingProxyType(
     {
         "_softmax": 1, "_log_softmax": 1, "softmax": 1, "log_softmax": 1, "_safe_softmax": 1,
         "cumsum": 1, "cumprod": 1, "cummax": 1, "cummin": 1, "logcumsumexp": 1, "sort": 1,
@@ -76,8 +76,8 @@ def link(linker: Linker, number: int, op: Op) -> None:
         _TABLE[name](linker, number, op)
     elif name in REDUCED:
         _reduce(linker, op, name)
-    elif name in LOOKS_ALONG:
-        _looks_along(linker, op, name)
+    elif name in MIXES_ALONG:
+        _mixes_along(linker, op, name)
     elif (op.is_pointwise or name in ALONG) and op.inputs:
         _along(linker, op, name)
     else:
@@ -190,9 +190,9 @@ def _reduce(linker: Linker, op: Op, name: str) -> None:
         linker.give(value, left)
 
 
-def _looks_along(linker: Linker, op: Op, name: str) -> None:
+def _mixes_along(linker: Linker, op: Op, name: str) -> None:
     dims, shape = linker.of_shape(op.args[0])
-    which = argument(op, LOOKS_ALONG[name], "dim", _NO_DEFAULT_DIM.get(name))
+    which = argument(op, MIXES_ALONG[name], "dim", _NO_DEFAULT_DIM.get(name))
     which = op.kwargs.get("dims", which)
     mixed = positions(which if not isinstance(which, bool) else None, len(shape))
     reason = f"{name} mixes elements along one of its dims"

@@ -170,8 +170,8 @@ def shard_ink(number: int, count: int) -> Ink:
     ('#0072B2', '//', False)
     """
     if count <= len(SHARDS) * len(_HATCHES):
-        again, place = divmod(number, len(SHARDS))
-        return Ink(SHARDS[place].colour, _HATCHES[again])
+        rounds, place = divmod(number, len(SHARDS))
+        return Ink(SHARDS[place].colour, _HATCHES[rounds])
     return Ink(between("#00224E", "#FDE737", number / (count - 1)))
 
 

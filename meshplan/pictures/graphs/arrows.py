@@ -141,8 +141,8 @@ class Reader:
             if frame >= 0 or box is not None:
                 break
         if box is None:
-            held = {name.rpartition(".")[0] for name in self._flow.parameters_of(op)}
-            box = next((self._itself[fqn] for fqn in held if fqn in self._itself), None)
+            owners = {name.rpartition(".")[0] for name in self._flow.parameters_of(op)}
+            box = next((self._itself[fqn] for fqn in owners if fqn in self._itself), None)
         return frame, repeat, box
 
     def _seen(self, origin: _Origin, frame: int, repeat: int) -> int:

@@ -67,20 +67,20 @@ class _Level:
     """The positions of the boxes inside one frame, or outside of all frames.
 
     Args:
-        laid: Positions of the boxes, in inches.
+        positions: Positions of the boxes, in inches.
         inside: Positions inside those boxes that are frames, by the number of the box.
     """
 
-    laid: LayeredPositions
+    positions: LayeredPositions
     inside: Mapping[int, _Level]
 
     @property
     def width(self) -> float:
-        return self.laid.width
+        return self.positions.width
 
     @property
     def height(self) -> float:
-        return self.laid.height
+        return self.positions.height
 
 
 def draw_graph(facts: Graph, theme: Theme, width: float = WIDTH) -> Picture:
@@ -92,7 +92,7 @@ def draw_graph(facts: Graph, theme: Theme, width: float = WIDTH) -> Picture:
     if any(not each.group and not each.is_meeting and not each.is_frame for each in facts.boxes):
         legend.append((NOTHING, Ink(theme.panel)))
     notes = _notes(facts)
-    if facts.links.get(-1) and not level.laid.ways:
+    if facts.links.get(-1) and not level.positions.paths:
         notes.append("The outer boxes are in the order in which they run: this drawing is too "
                      "narrow for their arrows.")  # fmt: skip
     sheet = Sheet(theme, facts.title, level.height + 0.15, legend=legend, notes=notes,
@@ -111,7 +111,7 @@ def _notes(facts: Graph) -> list[str]:
     if facts.source == "recorded":
         notes.append("Arrows: the data flow of a recorded forward; a sign marks code between "
                      "modules that combines values.")  # fmt: skip
-    elif facts.source == "told":
+    elif facts.source == "config":
         notes.append("Arrows: the data flow as transformers computes this family; a sign marks "
                      "code between modules that combines values.")  # fmt: skip
     elif facts.source:
@@ -137,24 +137,24 @@ def _level(facts: Graph, frame: int, room: float, sizing: _BoxSizes) -> _Level:
     most, in_row = _MOST, _IN_ROW
     while True:
         widest = dict.fromkeys(own, min(most, room))
-        laid = _lay_out(own, inside, links, widest, in_row, sizing)
-        if laid.width <= room:
+        positions = _lay_out(own, inside, links, widest, in_row, sizing)
+        if positions.width <= room:
             break
         if most <= sizing.least and in_row == 1:
             if sizing.is_strict:
-                laid = _in_order(own, inside, room, sizing)
-            return _Level(laid, inside)
+                positions = _in_order(own, inside, room, sizing)
+            return _Level(positions, inside)
         if most > sizing.least:
             most = max(most - 0.3, sizing.least)
         else:
             in_row -= 1
     if sizing.is_strict and most < _MOST:
         # Only boxes that share a row need to be that narrow.
-        heights = [y for n, (_, y) in laid.at.items() if n in own]
-        alone = {n: room * 0.6 for n in own if heights.count(laid.at[n][1]) == 1}
+        heights = [y for n, (_, y) in positions.at.items() if n in own]
+        alone = {n: room * 0.6 for n in own if heights.count(positions.at[n][1]) == 1}
         wider = _lay_out(own, inside, links, widest | alone, in_row, sizing)
-        laid = wider if wider.width <= room else laid
-    return _Level(laid, inside)
+        positions = wider if wider.width <= room else positions
+    return _Level(positions, inside)
 
 
 def _lay_out(
@@ -251,19 +251,19 @@ def _draw(
     theme: Theme,
 ) -> None:
     x0, y0 = corner
-    for (begin, end), points in level.laid.ways.items():
+    for (begin, end), points in level.positions.paths.items():
         xs, ys = [x0 + x for x, _ in points], [y0 + y for _, y in points]
         plane.plot(xs, ys, color=theme.quiet, lw=1.1, zorder=0.9, gid=f"link {begin} {end}")
         if end != EXIT:
             plane.plot(
                 [xs[-1]], [ys[-1] + 0.045], marker="v", markersize=5, color=theme.quiet, zorder=1.5
             )
-    for number, at in level.laid.at.items():
+    for number, at in level.positions.at.items():
         if not isinstance(number, int) or number < 0:
             continue
         each = facts.boxes[number]
         x, y = x0 + at[0], y0 + at[1]
-        wide, tall = level.laid.sizes[number]
+        wide, tall = level.positions.sizes[number]
         if each.is_frame:
             box(plane, x, y, wide, tall, Ink(theme.panel), edge=theme.quiet, zorder=0.5,
                 gid=f"frame {number}")  # fmt: skip

@@ -33,14 +33,14 @@ class LayeredPositions:
         height: Height of the whole layout.
         at: (x, y) of the lower left corner of each box.
         sizes: Width and height of each box, as given.
-        ways: Points of each arrow, from its start to its end.
+        paths: Points of each arrow, from its start to its end.
     """
 
     width: float
     height: float
     at: Mapping[Key, Point]
     sizes: Mapping[Key, tuple[float, float]]
-    ways: Mapping[Link, tuple[Point, ...]]
+    paths: Mapping[Link, tuple[Point, ...]]
 
 
 def lay_out(
@@ -95,7 +95,7 @@ def lay_out(
         )
         for key in sizes
     }
-    ways = {}
+    paths = {}
     for link, chain in chains.items():
         points: list[Point] = []
         for key in chain:
@@ -108,8 +108,8 @@ def lay_out(
                 points += [(x, top), (x, at[key][1] + sizes[key][1])]
             else:
                 points += [(x, top), (x, bottom)]
-        ways[link] = tuple(dict.fromkeys(points))
-    return LayeredPositions(right - left, height, at, sizes, ways)
+        paths[link] = tuple(dict.fromkeys(points))
+    return LayeredPositions(right - left, height, at, sizes, paths)
 
 
 def _rows(keys: Sequence[Key], links: Sequence[Link], most: int) -> list[list[Key]]:

@@ -31,7 +31,7 @@ class Graph:
         by: Meaning of the colours: "stage" or "layout".
         boxes: Boxes in the order of execution; in the order of definition if `source` is "".
         links: Arrows as pairs of box numbers, by the number of their frame; -1 for no frame.
-        source: Source of the data flow: "recorded" for a recorded forward, "told" for the model's
+        source: Source of the data flow: "recorded" for a recorded forward, "config" for the model's
             config, "outline" for an outline without the inside of blocks, "" if it is not known.
         num_idle: Number of boxes left out because their modules do not run and have no parameters.
         groups: All stages or layouts, as text.
@@ -70,9 +70,9 @@ class Graph:
 def module_graph(plan: Plan) -> Graph:
     """Return the boxes, arrows and colours for a plan's modules."""
     graph, stages = plan.graph, plan.assignment.stages
-    sources = {"recorded": graph.flow, "told": None, "outline": graph.outline}
+    sources = {"recorded": graph.flow, "config": None, "outline": graph.outline}
     if graph.flow is None:
-        sources["told"] = layout_flow(graph)
+        sources["config"] = layout_flow(graph)
     source = next((name for name, each in sources.items() if each is not None), "")
     flow = sources.get(source)
     own = {fqn: group_of(plan, fqn) for fqn in graph.modules}
@@ -204,15 +204,15 @@ def _box(
     fqns = item.node.fqns
     below = [] if item.is_itself else list(_below(item.node))
     groups = dict.fromkeys(own[fqn] for fqn in (*fqns, *below) if own[fqn])
-    held = sum(sizes[fqn] for fqn in fqns)
+    size = sum(sizes[fqn] for fqn in fqns)
     if item.is_itself:
         owned = {t.fqn: t.numel for fqn in fqns for t in plan.graph.owned(fqn) if not t.is_buffer}
-        held = sum(owned.values())
+        size = sum(owned.values())
     return Box(
         name=item.name,
         type=", ".join(item.node.types),
         num_modules=len(fqns),
-        num_params=held,
+        num_params=size,
         group=next(iter(groups)) if len(groups) == 1 else SEVERAL if groups else "",
         frame=numbers[id(item.frame)] if item.frame is not None else -1,
         is_frame=item.is_frame,

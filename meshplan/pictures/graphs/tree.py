@@ -162,11 +162,11 @@ def folded(plan: Plan, own: Mapping[str, str]) -> Folded:
 def group_of(plan: Plan, fqn: str) -> str:
     """Return the stages of a module, or the layouts of its own parameters, as text."""
     stages = plan.assignment.stages
-    held = [plan.assignment.tensors[t.fqn] for t in plan.graph.owned(fqn) if not t.is_buffer]
+    placed = [plan.assignment.tensors[t.fqn] for t in plan.graph.owned(fqn) if not t.is_buffer]
     if stages is None:
-        ways = dict.fromkeys(p.stored.spell(plan.mesh).replace("R", "whole") for p in held)
-        return ", ".join(ways)
-    places = sorted({stage for p in held for stage in stages.tensors[p.info.fqn]})
+        layouts = dict.fromkeys(p.stored.spell(plan.mesh).replace("R", "whole") for p in placed)
+        return ", ".join(layouts)
+    places = sorted({stage for p in placed for stage in stages.tensors[p.info.fqn]})
     return "stage " + " and ".join(map(str, places)) if places else ""
 
 

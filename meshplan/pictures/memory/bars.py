@@ -183,12 +183,12 @@ def states_alone(plan: Plan, limit_bytes: int | None, why: str) -> MemoryBars:
     """
     bars = []
     for ranks in equal_ranks(plan.assignment):
-        held = state_bytes(plan.assignment, plan.spec.optimizer, ranks[0])
+        states = state_bytes(plan.assignment, plan.spec.optimizer, ranks[0])
         parts = {
-            "parameters": held.parameters_bytes,
-            "gradients": held.gradients_bytes,
-            "optimizer": held.optimizer_bytes,
-            "buffers": held.buffers_bytes,
+            "parameters": states.parameters_bytes,
+            "gradients": states.gradients_bytes,
+            "optimizer": states.optimizer_bytes,
+            "buffers": states.buffers_bytes,
         }
         bars.append(
             Bar(

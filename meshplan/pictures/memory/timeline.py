@@ -168,16 +168,16 @@ def _points(log: EventLog) -> Iterator[Point]:
     """Yield the points to draw, as `Timeline.points` describes them."""
     size = -(-len(log.events) // _MOST_POINTS) or 1
     most, best = -1, Point(0, (0,) * len(Term))
-    held: list[int] = [0] * len(Term)
-    for number, live, held in _after_each(log):
+    states: list[int] = [0] * len(Term)
+    for number, live, states in _after_each(log):
         if live > most:
-            most, best = live, Point(number, tuple(held))
+            most, best = live, Point(number, tuple(states))
         if (number + 1) % size == 0:
             yield best
             most = -1
     if most >= 0:
         yield best
-    yield Point(len(log.events), tuple(held))
+    yield Point(len(log.events), tuple(states))
 
 
 def _after_each(log: EventLog) -> Iterator[tuple[int, int, list[int]]]:
@@ -187,11 +187,11 @@ def _after_each(log: EventLog) -> Iterator[tuple[int, int, list[int]]]:
     """
     places = {term: number for number, term in enumerate(Term)}
     of_storage = [places[storage.term] for storage in log.storages]
-    held, live = [0] * len(places), 0
+    states, live = [0] * len(places), 0
     for number, (delta, storage, _) in enumerate(log.events):
         live += delta
-        held[of_storage[storage]] += delta
-        yield number, live, held
+        states[of_storage[storage]] += delta
+        yield number, live, states
 
 
 def _near(log: EventLog, points: tuple[Point, ...]) -> tuple[Point, ...]:
@@ -211,7 +211,7 @@ def _near(log: EventLog, points: tuple[Point, ...]) -> tuple[Point, ...]:
     low, high = max(low - reach, 0), min(high + reach, len(live) - 1)
     if high - low > len(live) * _WIDE_PEAK:
         return ()
-    return tuple(Point(n, tuple(held)) for n, _, held in _after_each(log) if low <= n <= high)
+    return tuple(Point(n, tuple(states)) for n, _, states in _after_each(log) if low <= n <= high)
 
 
 def _phases(log: EventLog) -> Iterator[Phase]:

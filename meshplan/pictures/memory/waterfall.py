@@ -123,14 +123,14 @@ def waterfall_of_states(plan: Plan, limit_bytes: int | None, why: str) -> Waterf
     a, optimizer = plan.assignment, plan.spec.optimizer
     groups = equal_ranks(a)
     ranks = max(groups, key=lambda group: state_bytes(a, optimizer, group[0]).total_bytes)
-    held = state_bytes(a, optimizer, ranks[0])
+    states = state_bytes(a, optimizer, ranks[0])
     row = textbook_row(a, is_mixed=plan.spec.precision.is_mixed)
     nodes = plan.mesh.size("dp_replicate") if row.strategy == "hybrid_shard" else 1
     book = row.terms(plan.graph.num_params, plan.mesh.world_size, nodes)
     real = {
-        "weights": ("parameters", held.parameters_bytes),
-        "gradients": ("gradients", held.gradients_bytes),
-        "adam": ("optimizer", held.optimizer_bytes),
+        "weights": ("parameters", states.parameters_bytes),
+        "gradients": ("gradients", states.gradients_bytes),
+        "adam": ("optimizer", states.optimizer_bytes),
     }
     start = sum(book.values())
     steps = [ReconcileStep(f"textbook: {row.strategy}, {row.formula}", start, start, row.source)]
@@ -143,10 +143,10 @@ def waterfall_of_states(plan: Plan, limit_bytes: int | None, why: str) -> Waterf
         if abs(exact - size) > (_COUNTER if is_counted(plan) else 0):
             total = steps[-1].total_bytes + exact - size
             steps.append(ReconcileStep(what, exact - size, total, reason))
-    if held.buffers_bytes:
-        total = steps[-1].total_bytes + held.buffers_bytes
+    if states.buffers_bytes:
+        total = steps[-1].total_bytes + states.buffers_bytes
         reason = "tensors of the model that are not parameters"
-        steps.append(ReconcileStep("buffers", held.buffers_bytes, total, reason))
+        steps.append(ReconcileStep("buffers", states.buffers_bytes, total, reason))
     return Waterfall(
         ranks=ranks, steps=tuple(steps), limit_bytes=limit_bytes, unknown=why,
         missing=missing_of(plan),

@@ -54,7 +54,8 @@ class Comm:
         lanes: The collectives of `rank`.
         crossing_bytes: Bytes that all ranks send to other nodes; None if nodes are not stated.
         unknown: Further communication whose bytes are not known.
-        is_told: If True, bytes of activations are computed from the model's sizes, as in `Links`.
+        is_computed: If True, bytes of activations are computed from the model's sizes, as in
+            `Links`.
     """
 
     num_ranks: int
@@ -65,7 +66,7 @@ class Comm:
     lanes: tuple[Lane, ...]
     crossing_bytes: float | None
     unknown: tuple[str, ...]
-    is_told: bool = False
+    is_computed: bool = False
 
     @property
     def sent_bytes(self) -> float:
@@ -135,7 +136,7 @@ def comm(plan: Plan, rank: int = 0) -> Comm:
         lanes=links.lanes,
         crossing_bytes=crossing if per_node is not None else None,
         unknown=links.unknown,
-        is_told=links.is_told,
+        is_computed=links.is_computed,
     )
 
 
@@ -216,7 +217,7 @@ def draw_comm(facts: Comm, theme: Theme, width: float = WIDTH) -> Picture:
         "Bytes that one rank needs from another, counted as if sent directly. A ring moves as many "
         "bytes in total, and libraries may pass them on through other ranks."
     ]
-    if facts.is_told:
+    if facts.is_computed:
         notes.append("Bytes of activations are computed from the model's sizes.")
     if facts.unknown:
         notes.append(f"Unknown, and not counted: {in_short(facts.unknown)}.")

@@ -77,13 +77,13 @@ class Links:
     Args:
         lanes: The collectives, with most bytes first.
         unknown: Texts on further communication and why its bytes are not known.
-        is_told: If True, bytes of activations are computed from the model's sizes, as the planner
-            does, and not from a recorded forward.
+        is_computed: If True, bytes of activations are computed from the model's sizes, as the
+            planner does, and not from a recorded forward.
     """
 
     lanes: tuple[Lane, ...]
     unknown: tuple[str, ...]
-    is_told: bool = False
+    is_computed: bool = False
 
     @property
     def crossing_bytes(self) -> float:
@@ -112,13 +112,13 @@ def links_of(plan: Plan, rank: int = 0) -> Links:
         # The modules, which are not known, decide which bytes are gathered and how often.
         is_alone = plan.mesh.world_size == 1
         return Links((), () if is_alone else (f"what is sent: {ONLY_COUNT}",))
-    told, machine, mesh = forecast(plan, rank=rank), machine_of(plan), plan.mesh
+    predicted, machine, mesh = forecast(plan, rank=rank), machine_of(plan), plan.mesh
     totals: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for each in told.traffic:
+    for each in predicted.traffic:
         if each.route.kind != "recv":
             route = each.route
             totals[route.kind, route.axes] += route.num_bytes * each.count
-    unknown = told.unknown
+    unknown = predicted.unknown
     sizes = _of_activations(plan, rank) if any(map(_is_of_activations, unknown)) else None
     if sizes is not None:
         totals.update(sizes)
@@ -186,8 +186,8 @@ def _of_activations(plan: Plan, rank: int) -> Counter[tuple[str, tuple[str, ...]
         if stages is not None and stages.rank_of(stage) != place:
             continue
         kind, recompute = chain.kinds[number], a.recompute.get(name)
-        again = kind.sent_again[RECOMPUTE.index(recompute.policy.mode) if recompute else 0]
-        for sent in (kind.sent_forward, kind.sent_backward, again):
+        redone = kind.sent_recompute[RECOMPUTE.index(recompute.policy.mode) if recompute else 0]
+        for sent in (kind.sent_forward, kind.sent_backward, redone):
             out["all_reduce", ("tp",)] += int(sent.all_reduce_bytes * samples)
             # `gather_bytes` includes reduce-scatters: they move as many bytes as all-gathers.
             out["all_gather", ("tp",)] += int(sent.gather_bytes * samples)

@@ -273,7 +273,7 @@ def _notes(facts: MeshMap) -> list[str]:
             f"Not drawn: each rank sends {sent} a step by "
             f"{counted(len(more), 'smaller collective')}."
         )
-    if facts.links.is_told:
+    if facts.links.is_computed:
         notes.append("Bytes of activations are computed from the model's sizes.")
     if facts.links.unknown:
         notes.append(f"Unknown, and not counted: {in_short(facts.links.unknown)}.")

@@ -209,12 +209,12 @@ def _kept(run: SimulatedStep, rank: int) -> tuple[tuple[float, int], ...]:
         if span.rank == rank and span.action.kind in (("B", "W") if splits else ("B",)):
             changes.append((span.end_s, -1))
     out: list[tuple[float, int]] = []
-    held = 0
+    kept = 0
     # At equal times, the end of a backward (-1) sorts before the start of a forward (+1).
     for when, change in sorted(changes):
-        held += change
+        kept += change
         if out and out[-1][0] == when:
-            out[-1] = (when, held)
+            out[-1] = (when, kept)
         else:
-            out.append((when, held))
+            out.append((when, kept))
     return tuple(out)

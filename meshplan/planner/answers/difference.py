@@ -143,7 +143,7 @@ def side_of(
             cannot be computed.
     """
 
-    def told(what: str, ask: Callable[[], float]) -> Figure:
+    def figure(what: str, ask: Callable[[], float]) -> Figure:
         why = f"{plan.graph.name} has no config to estimate from"
         if plan.graph.config:
             try:
@@ -177,9 +177,9 @@ def side_of(
     return DiffSide(
         name=str(name),
         plan=plan,
-        step_s=told("step_s", lambda: costed().seconds),
-        tokens_per_s=told("tokens_per_s", tokens),
-        peak_bytes=told("peak_bytes", peak),
+        step_s=figure("step_s", lambda: costed().seconds),
+        tokens_per_s=figure("tokens_per_s", tokens),
+        peak_bytes=figure("peak_bytes", peak),
         traffic_bytes=traffic,
         routes=routes,
     )
@@ -274,14 +274,14 @@ def _blocks(plan: Plan) -> dict[str, dict[str, str]]:
     a = plan.assignment
     out: dict[str, dict[str, str]] = {}
     for block in plan.graph.blocks():
-        again, unit = a.recompute.get(block), a.units.get(block)
-        words = {"activation_checkpointing": str(again.policy.mode) if again else "none"}
+        recompute, unit = a.recompute.get(block), a.units.get(block)
+        words = {"activation_checkpointing": str(recompute.policy.mode) if recompute else "none"}
         if unit is not None and unit.is_sharded:
             words["reshard_after_forward"] = str(unit.reshard_after_forward).lower()
         parts = {"params": unit is not None and unit.on_host,
                  "activations": block in a.host_activations}  # fmt: skip
         words["offload"] = (
-            " and ".join(part for part, is_there in parts.items() if is_there) or "none"
+            " and ".join(part for part, is_present in parts.items() if is_present) or "none"
         )
         out[block] = words
     return out

@@ -29,7 +29,7 @@ from meshplan.planner.answers.settings import (
 )
 from meshplan.planner.objectives.answer import smallest_of
 from meshplan.planner.objectives.balanced import balance
-from meshplan.planner.objectives.fastest import decide_job
+from meshplan.planner.objectives.fastest import fastest_of
 from meshplan.planner.objectives.memory import least_rows
 from meshplan.planner.objectives.num_devices import cheapest, with_nodes
 from meshplan.planner.objectives.offload_variants import fastest_that_fits
@@ -124,44 +124,44 @@ class Asker:
     All answers compare with the same plan: that which the planner chooses with no setting fixed.
 
     Args:
-        question: The request of the plan file.
+        request: The request of the plan file.
         report: Called with a line on the number of configurations of each search.
     """
 
     def __init__(
-        self, question: PlanRequest, report: Callable[[str], None] = lambda text: None
+        self, request: PlanRequest, report: Callable[[str], None] = lambda text: None
     ) -> None:
-        self._question, self._report = question, report
+        self._request, self._report = request, report
 
     @cached_property
-    def _job(self) -> PlanningProblem:
-        if self._question.objective == "cost":
+    def _problem(self) -> PlanningProblem:
+        if self._request.objective == "cost":
             # On a fixed number of nodes, the plan with the fewest GPU-hours is the fastest one.
-            self._question = _on_the_cheapest(self._question)
-        if self._question.objective == "balanced" and (found := balance(self._question)):
+            self._request = _on_the_cheapest(self._request)
+        if self._request.objective == "balanced" and (found := balance(self._request)):
             # The balanced plan is the fastest plan within its memory, so lower the limit to this.
-            self._question = replace(self._question, limit_bytes=found.limit_bytes)
-        return PlanningProblem(self._question)
+            self._request = replace(self._request, limit_bytes=found.limit_bytes)
+        return PlanningProblem(self._request)
 
     @cached_property
     def _num_rows(self) -> int:
-        return len(self._job.grid)
+        return len(self._problem.grid)
 
     @cached_property
     def decision(self) -> Decision:
         """The planner's decision without any setting fixed."""
         if self._is_about_memory:
-            return smallest_of(self._job)
-        return decide_job(self._job)
+            return smallest_of(self._problem)
+        return fastest_of(self._problem)
 
     @property
     def _is_about_memory(self) -> bool:
-        return self._question.objective == "memory"
+        return self._request.objective == "memory"
 
     @property
     def free(self) -> Freedom:
         """The choices that the plan leaves open."""
-        return self._job.free
+        return self._problem.free
 
     def settings(self, path: str) -> list[str]:
         """Return the settings of a field that can be asked about, such as "mesh.tp=8".
@@ -178,7 +178,7 @@ class Asker:
         path = first
         if path != "batch.micro":
             return list(settings_of(self.free, path))
-        rows = self._job.grid
+        rows = self._problem.grid
         sizes = np.where(rows["pp"] > 1, rows["micro"] * rows["microbatches"], rows["micro"])
         chosen = self.decision.chosen
         own = chosen.plan.micro if chosen is not None and chosen.plan.micro else 1
@@ -207,22 +207,22 @@ class Asker:
             raise SpecError(Problem(what, Origin(path), fix))
         if path in (*READ_AGAIN, *STATED):
             return self._stated(setting)
-        if path in self._job.spec.origins and path == "sequence_parallel":
+        if path in self._problem.spec.origins and path == "sequence_parallel":
             return WhyNot(setting=setting, why="the plan states it")
-        held, why = narrowed(self.free, path, text)
-        if held is None:
+        fixed, why = narrowed(self.free, path, text)
+        if fixed is None:
             return WhyNot(setting=setting, why=why)
         num_rows = self._num_rows  # Raise errors of the plan before those of the setting.
-        job = PlanningProblem(self._question, held)
+        problem = PlanningProblem(self._request, fixed)
         try:
-            grid = job.grid
+            grid = problem.grid
         except EmptySpaceError:
             return WhyNot(setting=setting, why=no_mesh(self.free, path, text))
         self._report(
             f"searching {len(grid):,} of {num_rows:,} configurations: those with {setting}"
         )
         plan = self.decision.chosen
-        answer = self._beside(setting, job)
+        answer = self._beside(setting, problem)
         if plan is None:
             return answer
         return replace(
@@ -231,106 +231,108 @@ class Asker:
 
     def _stated(self, setting: str) -> WhyNot:
         """Search the best plan with a setting added to the plan file."""
-        read = self._question.read
+        read = self._request.read
         assert self._num_rows  # Raise errors of the plan before those of the setting.
         try:
-            job = PlanningProblem(replace(self._question, read=lambda more: read([setting, *more])))
-            self._report(f"searching {len(job.grid):,} configurations with {setting}")
+            problem = PlanningProblem(
+                replace(self._request, read=lambda more: read([setting, *more]))
+            )
+            self._report(f"searching {len(problem.grid):,} configurations with {setting}")
         except PlanError as error:
-            problem = error.problems[0]
-            reason = f": {problem.fix}" if isinstance(error, EmptySpaceError) else ""
-            return WhyNot(setting=setting, why=f"{problem.what}{reason}")
+            cause = error.problems[0]
+            reason = f": {cause.fix}" if isinstance(error, EmptySpaceError) else ""
+            return WhyNot(setting=setting, why=f"{cause.what}{reason}")
         path, _, text = map(str.strip, setting.partition("="))
         plan = self.decision.chosen
         is_left = path in STATED
         is_planned = plan is not None and (
-            job.spec == self._job.spec if is_left else has(plan, path, text)
+            problem.spec == self._problem.spec if is_left else has(plan, path, text)
         )
-        return replace(self._beside(setting, job), is_planned=is_planned, is_left=is_left)
+        return replace(self._beside(setting, problem), is_planned=is_planned, is_left=is_left)
 
-    def _beside(self, setting: str, job: PlanningProblem) -> WhyNot:
+    def _beside(self, setting: str, problem: PlanningProblem) -> WhyNot:
         """Compare the best plan of a problem with the plan chosen without the setting."""
         base, plan = self.decision, self.decision.chosen
-        evaluated, candidate, is_whole = self._best(job)
+        evaluated, candidate, is_whole = self._best(problem)
         return WhyNot(
             setting=setting,
             base_s=base.best_s if plan is not None else None,
             seconds=evaluated.seconds if evaluated is not None else None,
             evaluated=evaluated,
             plan=plan,
-            shares=_shares(job, candidate) if candidate else None,
-            plan_shares=_shares(self._job, plan.candidate) if plan and plan.candidate else None,
-            missing_bytes=_missing(job) if evaluated is None and is_whole else None,
+            shares=_shares(problem, candidate) if candidate else None,
+            plan_shares=_shares(self._problem, plan.candidate) if plan and plan.candidate else None,
+            missing_bytes=_missing(problem) if evaluated is None and is_whole else None,
             is_whole=base.is_whole and is_whole,
-            objective=self._question.objective,
+            objective=self._request.objective,
         )
 
-    def _best(self, job: PlanningProblem) -> tuple[Evaluated | None, Candidate | None, bool]:
+    def _best(self, problem: PlanningProblem) -> tuple[Evaluated | None, Candidate | None, bool]:
         """Return (the best plan of a problem, its candidate, True if the search ran to its end)."""
         if self._is_about_memory:
-            decision = smallest_of(job)
-            job.allow(job.question.limit_bytes)
+            decision = smallest_of(problem)
+            problem.allow(problem.request.limit_bytes)
             evaluated = decision.chosen
             return (
                 evaluated,
                 evaluated.candidate if evaluated is not None else None,
                 decision.is_whole,
             )
-        found = fastest_that_fits(job, _deadline(job))
+        found = fastest_that_fits(problem, _deadline(problem))
         measured = found.measured.result if found.measured is not None else None
         assert measured is None or isinstance(measured, Evaluated)
         return measured, found.best, found.is_whole
 
 
-def _on_the_cheapest(question: PlanRequest) -> PlanRequest:
-    decision = cheapest(question)
-    nodes = question.cluster.nodes
+def _on_the_cheapest(request: PlanRequest) -> PlanRequest:
+    decision = cheapest(request)
+    nodes = request.cluster.nodes
     if decision.chosen is not None:
         nodes = int(decision.chosen.stated.get("hardware.nodes", nodes))
-    return with_nodes(question, nodes)
+    return with_nodes(request, nodes)
 
 
-def _deadline(job: PlanningProblem) -> float:
-    limit = job.question.time_limit_s
+def _deadline(problem: PlanningProblem) -> float:
+    limit = problem.request.time_limit_s
     return float("inf") if limit is None else time.monotonic() + limit
 
 
-def _missing(job: PlanningProblem) -> int | None:
+def _missing(problem: PlanningProblem) -> int | None:
     """Return the bytes by which the smallest plan exceeds the limit.
 
     Candidates are estimated in the order of their linear bytes, which are lower bounds, until these
     reach the least estimate. The result is None if the search is stopped or nothing can be
     estimated.
     """
-    numbers, deadline = job.usual, _deadline(job)
-    rows = least_rows(numbers.grid, memory_bounds(numbers), float("inf"))
-    smallest = [ConfigSolver(numbers, row, float("inf")).smallest() for row in rows]
+    table, deadline = problem.table, _deadline(problem)
+    rows = least_rows(table.grid, memory_bounds(table), float("inf"))
+    smallest = [ConfigSolver(table, row, float("inf")).smallest() for row in rows]
     smallest.sort(key=lambda candidate: max(candidate.linear_bytes))
     least: float = float("inf")
     for candidate in smallest:
         if max(candidate.linear_bytes) >= least:
             break
-        if time.monotonic() > deadline or job.question.is_stopped():
+        if time.monotonic() > deadline or problem.request.is_stopped():
             return None
-        evaluated = job.measure(numbers, candidate, to_the_end=True).result
+        evaluated = problem.measure(table, candidate, to_the_end=True).result
         if isinstance(evaluated, Evaluated):
             least = min(least, evaluated.memory.worst.band[1])
-    return int(least) - job.question.limit_bytes if least < float("inf") else None
+    return int(least) - problem.request.limit_bytes if least < float("inf") else None
 
 
-def _shares(job: PlanningProblem, candidate: Candidate) -> Shares:
+def _shares(problem: PlanningProblem, candidate: Candidate) -> Shares:
     """Return the parts of a candidate's step time."""
-    numbers = job.usual
-    at, row = candidate.row, numbers.grid[candidate.row]
+    table = problem.table
+    at, row = candidate.row, table.grid[candidate.row]
     option_counts = np.sum([np.array(stage) for stage in candidate.option_counts], axis=0)
     count = option_counts.sum(axis=1)
-    compute, tensor = float(numbers.compute_s[at] @ count), float(numbers.tensor_s[at] @ count)
+    compute, tensor = float(table.compute_s[at] @ count), float(table.tensor_s[at] @ count)
     taken = option_counts > 0
-    recompute = float((option_counts * numbers.again_s[at])[taken].sum())
-    whole = float((option_counts[taken] * numbers.seconds[at][taken]).sum())
+    recompute = float((option_counts * table.recompute_s[at])[taken].sum())
+    whole = float((option_counts[taken] * table.seconds[at][taken]).sum())
     stages = int(row["pp"])
     per_rank = int(row["microbatches"]) / stages
-    host = float(numbers.host_s[at] @ count)
+    host = float(table.host_s[at] @ count)
     data = whole - compute - recompute - tensor - host
     pipeline = candidate.seconds - whole * per_rank
     return Shares(

@@ -20,7 +20,7 @@ _MOST_POINTS: Final = 16
 
 
 def frontier(
-    question: PlanRequest, report: Callable[[str], None] = lambda text: None
+    request: PlanRequest, report: Callable[[str], None] = lambda text: None
 ) -> tuple[tuple[Evaluated, ...], bool]:
     """Search for plans of which none is both slower and larger than another.
 
@@ -28,28 +28,28 @@ def frontier(
     the plan before.
 
     Args:
-        question: The request.
+        request: The request.
         report: Called with lines on the progress.
 
     Returns:
         (the plans, fastest first; True if all searches ran to their end).
     """
-    if is_priced(question):
-        alone = price(question, report).chosen
+    if is_priced(request):
+        alone = price(request, report).chosen
         return ((alone,) if alone else ()), True
     began = time.monotonic()
-    deadline = began + (TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s)
+    deadline = began + (TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s)
     out: list[Evaluated] = []
-    limit, free, is_whole = question.limit_bytes, None, True
+    limit, free, is_whole = request.limit_bytes, None, True
     while len(out) < _MOST_POINTS:
-        job = PlanningProblem(replace(question, limit_bytes=limit), free)
-        free = job.free
-        found = fastest_that_fits(job, deadline)
+        problem = PlanningProblem(replace(request, limit_bytes=limit), free)
+        free = problem.free
+        found = fastest_that_fits(problem, deadline)
         is_whole = is_whole and found.is_whole
         evaluated = found.measured.result if found.measured is not None else None
         if not isinstance(evaluated, Evaluated) or not found.is_whole:
             break
-        certified = job.certified(evaluated)
+        certified = problem.certified(evaluated)
         if certified is None:
             is_whole = False
             break

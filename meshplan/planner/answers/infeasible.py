@@ -105,14 +105,14 @@ class _Outcome:
     dropped: tuple[Statement, ...] = ()
 
 
-def trouble_of(question: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Trouble:
+def trouble_of(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Trouble:
     """Find out why no plan of a request fits, and which changes would help.
 
     Args:
-        question: The request.
+        request: The request.
         report: Called with a line on each search.
     """
-    return _Asking(question, report).answer()
+    return _Asking(request, report).answer()
 
 
 class _Asking:
@@ -122,10 +122,10 @@ class _Asking:
     statements to drop. The search for more devices may take half of it.
     """
 
-    def __init__(self, question: PlanRequest, report: Callable[[str], None]) -> None:
-        self._question, self._report = question, report
-        self._stated = statements_of(question.read(()))
-        self._limit = TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s
+    def __init__(self, request: PlanRequest, report: Callable[[str], None]) -> None:
+        self._request, self._report = request, report
+        self._stated = statements_of(request.read(()))
+        self._limit = TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s
         self._deadline = 0.0
         self._known: dict[frozenset[Statement], _Outcome] = {}
         self._is_whole, self._is_hopeless = True, False
@@ -149,7 +149,7 @@ class _Asking:
             remedies=tuple(remedies),
             is_whole=self._is_whole,
             more_devices=self._more_devices,
-            is_interrupted=self._question.is_stopped(),
+            is_interrupted=self._request.is_stopped(),
         )
 
     def _conflict(self) -> tuple[tuple[Statement, ...], bool, str]:
@@ -179,13 +179,13 @@ class _Asking:
         """
         out: list[list[Statement]] = []
         for order in (self._stated, self._stated[::-1]):
-            held: list[Statement] = []
+            kept: list[Statement] = []
             left = self._anything_without(self._stated).dropped
             for one in order:
-                rest = [each for each in order if each not in (*held, one)]
+                rest = [each for each in order if each not in (*kept, one)]
                 found = self._anything_without(rest)
                 if found.fits:
-                    held.append(one)
+                    kept.append(one)
                     left = found.dropped
             ordered = [each for each in self._stated if each in left]
             if ordered and ordered not in out:
@@ -228,15 +228,15 @@ class _Asking:
         """
         for some in tries:
             self._report(f"looking for a plan without {' and '.join(map(str, some))}")
-            question = self._without(some)
-            found = self._ask(question)
+            request = self._without(some)
+            found = self._ask(request)
             if found.evaluated is not None:
                 chosen = found.evaluated.stated
                 setting = {k: v for one in some for k, v in one.settings(chosen).items()}
                 yield Remedy(
                     change=" and ".join(one.change(chosen) for one in some),
                     setting=setting,
-                    num_gpus=question.cluster.num_gpus,
+                    num_gpus=request.cluster.num_gpus,
                     evaluated=found.evaluated,
                     is_whole=found.is_whole,
                 )
@@ -246,7 +246,7 @@ class _Asking:
 
         All statements are kept except the sizes of the data axes.
         """
-        cluster = self._question.cluster
+        cluster = self._request.cluster
         nodes, each, failed = cluster.nodes, cluster.gpus_per_node, 0
         sizes = []
         while nodes == 1 and each < _USUAL_NODE:
@@ -281,18 +281,18 @@ class _Asking:
     def _with_devices(self, nodes: int, each: int) -> Remedy | None:
         """Search a plan on this many nodes of `each` devices; return None if none was found."""
         setting: dict[str, Any] = {"hardware.nodes": nodes, "hardware.gpus_per_node": each}
-        mesh = self._question.read(()).mesh
+        mesh = self._request.read(()).mesh
         if isinstance(mesh, Mapping):
             data = [axis for axis in ("dp_replicate", "dp_shard") if axis in mesh] or ["dp_shard"]
             kept = {axis: in_words(size) for axis, size in mesh.items() if axis not in data}
             setting["mesh"] = {**dict.fromkeys(data, "auto"), **kept}
         self._report(f"looking for a plan on {nodes * each:,} GPUs")
-        question = _with(self._question, overrides(setting))
+        request = _with(self._request, overrides(setting))
         try:
-            cluster = cluster_of(question.read(()), question.device, question.profile)
+            cluster = cluster_of(request.read(()), request.device, request.profile)
         except PlanError:
             return None
-        found = self._ask(replace(question, cluster=cluster))
+        found = self._ask(replace(request, cluster=cluster))
         if found.evaluated is None:
             self._more_devices = found.why
             return None
@@ -306,28 +306,28 @@ class _Asking:
         )  # fmt: skip
 
     def _without(self, dropped: Sequence[Statement]) -> PlanRequest:
-        question = self._question
-        return replace(question, read=lambda more: without(question.read, dropped, more))
+        request = self._request
+        return replace(request, read=lambda more: without(request.read, dropped, more))
 
     def _is_late(self) -> bool:
-        late = time.monotonic() > self._deadline or self._question.is_stopped()
+        late = time.monotonic() > self._deadline or self._request.is_stopped()
         self._is_whole = self._is_whole and not late
         return late
 
-    def _ask(self, question: PlanRequest, *, any_will_do: bool = False) -> _Outcome:
+    def _ask(self, request: PlanRequest, *, any_will_do: bool = False) -> _Outcome:
         """Search the fastest plan that fits; with `any_will_do`, return the first that fits."""
         if self._is_late():
             return _Outcome(None)
         try:
-            job = PlanningProblem(question)
-            small, is_proved = self._anything(job)
-            if small is None and is_proved and add_offload_variants(job):
-                small, is_proved = self._anything(job)
+            problem = PlanningProblem(request)
+            small, is_proved = self._anything(problem)
+            if small is None and is_proved and add_offload_variants(problem):
+                small, is_proved = self._anything(problem)
             if small is None or any_will_do:
                 self._is_whole = self._is_whole and (is_proved or small is not None)
                 return _Outcome(True if small else False if is_proved else None, small)
             deadline = min(self._deadline, time.monotonic() + self._limit / _SHARES)
-            found = fastest_that_fits(job, deadline)
+            found = fastest_that_fits(problem, deadline)
         except (PlanError, SpecError) as error:  # Other statements may now be invalid.
             first = error.problems[0]
             is_empty = isinstance(error, EmptySpaceError)
@@ -335,13 +335,13 @@ class _Asking:
             return _Outcome(False, why=f"{first.what}{fix}")
         evaluated = found.measured.result if found.measured is not None else small
         assert isinstance(evaluated, Evaluated)
-        best = job.certified(min((evaluated, small), key=lambda each: each.seconds))
+        best = problem.certified(min((evaluated, small), key=lambda each: each.seconds))
         if best is None:  # A trace shows that the plan does not fit.
             self._is_whole = False
             return _Outcome(None)
         return _Outcome(True, best, is_whole=found.is_whole)
 
-    def _anything(self, job: PlanningProblem) -> tuple[Evaluated | None, bool]:
+    def _anything(self, problem: PlanningProblem) -> tuple[Evaluated | None, bool]:
         """Look for any plan that fits, trying only plans with little memory.
 
         Of configurations that differ only in their microbatches, only the one with the smallest
@@ -351,21 +351,21 @@ class _Asking:
         Returns:
             (a plan that fits or None, True if it is proved that none fits).
         """
-        numbers = job.usual
-        bounds = memory_bounds(numbers)
-        for row in least_rows(numbers.grid, bounds, job.capacity):
+        table = problem.table
+        bounds = memory_bounds(table)
+        for row in least_rows(table.grid, bounds, problem.capacity):
             if self._is_late():
                 return None, False
-            candidate = ConfigSolver(numbers, row, float("inf")).smallest()
-            if max(candidate.linear_bytes) > job.capacity:
+            candidate = ConfigSolver(table, row, float("inf")).smallest()
+            if max(candidate.linear_bytes) > problem.capacity:
                 continue
-            found = job.measure(numbers, candidate)
+            found = problem.measure(table, candidate)
             if found.fits:
                 assert isinstance(found.result, Evaluated)
                 return found.result, False
         return None, True
 
 
-def _with(question: PlanRequest, statements: Sequence[str]) -> PlanRequest:
-    read = question.read
-    return replace(question, read=lambda more: read([*statements, *more]))
+def _with(request: PlanRequest, statements: Sequence[str]) -> PlanRequest:
+    read = request.read
+    return replace(request, read=lambda more: read([*statements, *more]))

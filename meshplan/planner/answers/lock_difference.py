@@ -80,19 +80,19 @@ def _tensors(lock: Lock) -> Mapping[str, str]:
 
 def _side(lock: Lock) -> DiffSide:
     """Return one side of the comparison: the figures that a lock states for its plan."""
-    said = dict(fields(lock.content))
+    stated = dict(fields(lock.content))
     mesh = lock.chosen.get("mesh", {})
     sizes = [size for size in mesh.values() if isinstance(size, int)]  # Skip ep: it is borrowed.
-    rate = said["expected.tokens_per_s_per_gpu"]
+    rate = stated["expected.tokens_per_s_per_gpu"]
 
-    def told(value: float | None) -> Figure:
+    def figure(value: float | None) -> Figure:
         return Figure(value, "" if value is not None else "the lock does not state this figure")
 
     return DiffSide(
         name=str(lock.path),
         plan=None,
-        step_s=told(said["expected.step_s"]),
-        tokens_per_s=told(rate * math.prod(sizes) if rate else None),
-        peak_bytes=told(said["memory.high_bytes"]),
+        step_s=figure(stated["expected.step_s"]),
+        tokens_per_s=figure(rate * math.prod(sizes) if rate else None),
+        peak_bytes=figure(stated["memory.high_bytes"]),
         traffic_bytes=Figure(None, "a lock does not state the bytes sent"),
     )

@@ -91,13 +91,13 @@ def figures_of_lock(source: Any, plan: Plan, lock: Lock | None = None) -> dict[s
     found = lock or locked(source, loading(source, ()), plan.graph)
     if isinstance(found, str):
         return {}
-    said = dict(fields(found.content))
-    rate = said["expected.tokens_per_s_per_gpu"]
+    stated = dict(fields(found.content))
+    rate = stated["expected.tokens_per_s_per_gpu"]
     figures = {
-        "step_s": said["expected.step_s"],
+        "step_s": stated["expected.step_s"],
         # The rate is 0 or None if samples are not sequences of tokens.
         "tokens_per_s": rate and rate * plan.mesh.world_size,
-        "peak_bytes": said["memory.high_bytes"],
+        "peak_bytes": stated["memory.high_bytes"],
     }
     return {name: float(x) for name, x in figures.items() if x}
 

@@ -179,10 +179,10 @@ def _facts(plan: Plan, name: str) -> Iterator[tuple[str, Reason]]:
             word = f"resharded over {free} ranks after forward"
         word += ", stored in the host's memory" if unit.on_host else ""
         yield f"parameters of {unit.fqn or 'the root unit'} {word}", unit.reason
-    again = next(((fqn, a.recompute[fqn]) for fqn in around if fqn in a.recompute), None)
-    if again is not None:
-        text = f"activation_checkpointing: {again[1].policy.mode}"
-        yield f"{again[0]} is recomputed", Reason(text, again[1].reason.origin)
+    recompute = next(((fqn, a.recompute[fqn]) for fqn in around if fqn in a.recompute), None)
+    if recompute is not None:
+        text = f"activation_checkpointing: {recompute[1].policy.mode}"
+        yield f"{recompute[0]} is recomputed", Reason(text, recompute[1].reason.origin)
     there = next((fqn for fqn in around if fqn in a.host_activations), None)
     if there is not None:
         what = f"activations saved by {there or 'the model'} are offloaded to the host's memory"

@@ -127,11 +127,13 @@ def _kinds(old: Plan, new: Plan) -> Counter[_PieceKind]:
             raise PlanError(Problem(f"the two plans store '{fqn}' in different dtypes: {dtypes}"))
         states = OPTIMIZER_STATES[optimizer] if placed.info.trainable else 0
         size = DTYPE_BYTES[placed.dtype] * (1 + states)
-        out[_PieceKind(placed.info.shape, size, _held(old, fqn), _held(new, fqn))] += 1
+        out[
+            _PieceKind(placed.info.shape, size, _placement_of(old, fqn), _placement_of(new, fqn))
+        ] += 1
     return out
 
 
-def _held(plan: Plan, fqn: str) -> _TensorPlacement:
+def _placement_of(plan: Plan, fqn: str) -> _TensorPlacement:
     stages = plan.assignment.stages
     places: tuple[int, ...] = (0,)
     if stages is not None:
@@ -147,21 +149,21 @@ def _elements(kind: _PieceKind, old: Mesh, new: Mesh) -> list[tuple[int, int]]:
         if new.index(rank, ("pp",)) not in kind.new.places:
             out.append((0, 0))
             continue
-        at_new = _spot(kind.new.stored, new, rank)
-        is_held = rank < old.world_size and old.index(rank, ("pp",)) in kind.old.places
-        at_old = _spot(kind.old.stored, old, rank) if is_held else None
+        at_new = _coordinates(kind.new.stored, new, rank)
+        had_shard = rank < old.world_size and old.index(rank, ("pp",)) in kind.old.places
+        at_old = _coordinates(kind.old.stored, old, rank) if had_shard else None
         if (at_new, at_old) not in known:
             wanted = kind.new.stored.ranges(kind.shape, new, rank)
-            held = kind.old.stored.ranges(kind.shape, old, rank) if is_held else None
+            old_ranges = kind.old.stored.ranges(kind.shape, old, rank) if had_shard else None
             known[at_new, at_old] = (
                 math.prod(sum(s.stop - s.start for s in each) for each in wanted),
-                0 if held is None else _common(wanted, held),
+                0 if old_ranges is None else _common(wanted, old_ranges),
             )
         out.append(known[at_new, at_old])
     return out
 
 
-def _spot(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
+def _coordinates(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
     """Return a rank's coordinates on the axes of a layout; equal coordinates mean equal shards."""
     at = mesh.coordinates(rank)
     return tuple(at.get(axis, 0) for axis in layout.axes)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from meshplan.cost.config import STRATEGY_OPTIONS, offload_of
-from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, RECOMPUTE
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, RECOMPUTE
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.layout.mesh import AXES
 from meshplan.planner.problem.decision import Evaluated
@@ -109,8 +109,8 @@ def blocks_with(evaluated: Evaluated, path: str, text: str) -> tuple[int, int]:
     a, blocks = evaluated.plan.assignment, evaluated.plan.graph.blocks()
     chosen: list[str]
     if path == "activation_checkpointing":
-        again = [a.recompute.get(block) for block in blocks]
-        chosen = [each.policy.mode if each else "none" for each in again]
+        recompute = [a.recompute.get(block) for block in blocks]
+        chosen = [each.policy.mode if each else "none" for each in recompute]
     elif path == "reshard_after_forward":
         units = [a.units[block] for block in blocks if block in a.units]
         chosen = [str(unit.reshard_after_forward).lower() for unit in units if unit.is_sharded]
@@ -134,12 +134,12 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
         SpecError: The field has no such value.
     """
     area, _, axis = path.partition(".")
-    held: dict[str, Any] = {}
+    fixed: dict[str, Any] = {}
     if area == "mesh":
         size = _number(path, text)
         if size not in free.axes[axis]:
             return None, no_mesh(free, path, text)
-        held = {"axes": {**free.axes, axis: (size,)}}
+        fixed = {"axes": {**free.axes, axis: (size,)}}
     elif path == "strategy":
         word = STRATEGY_WORDS.get(text.lower(), "")
         if word not in STRATEGY_OPTIONS:
@@ -147,35 +147,35 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
             raise SpecError(Problem(f"'{text}' is no strategy", Origin(path), fix))
         modes, reshard = STRATEGY_OPTIONS[word]
         hybrid = word.startswith("hybrid") if MODES[modes[0]] == "shard" else None
-        held = {"modes": modes, "reshard": reshard, "hybrid": hybrid}
+        fixed = {"modes": modes, "reshard": reshard, "hybrid": hybrid}
     elif path == "batch.micro":
-        held = {"micro": (_number(path, text),)}
+        fixed = {"micro": (_number(path, text),)}
     elif path == "activation_checkpointing":
         if text not in RECOMPUTE:
             raise _no_value(path, text, RECOMPUTE)
         if RECOMPUTE.index(text) not in free.recompute:
             return None, _why_rejected(free, f"{path}={text}") or "the plan states another value"
-        held = {"recompute": (RECOMPUTE.index(text),)}
+        fixed = {"recompute": (RECOMPUTE.index(text),)}
     elif path == "offload":
         if text not in WORDS:
             raise _no_value(path, text, tuple(WORDS))
         if WORDS[text] not in free.offload:
             return None, "the plan states another value"
-        if WORDS[text] & ACTIVATIONS_THERE and RECOMPUTE.index("full") not in free.recompute:
+        if WORDS[text] & ACTIVATIONS_ON_HOST and RECOMPUTE.index("full") not in free.recompute:
             return None, ONLY_IN_FULL
-        held = {"offload": (WORDS[text],)}
+        fixed = {"offload": (WORDS[text],)}
     elif text not in ("true", "false"):
         raise _no_value(path, text, ("true", "false"))
     elif path == "sequence_parallel" and text == "false":
-        held = {"sequence_parallel": dict.fromkeys(free.sequence_parallel, False)}
+        fixed = {"sequence_parallel": dict.fromkeys(free.sequence_parallel, False)}
     elif path == "sequence_parallel":
         cut = tuple(size for size, is_cut in free.sequence_parallel.items() if is_cut and size > 1)
         if not cut:
             return None, "no size of tp allows sequence_parallel"
-        held = {"axes": {**free.axes, "tp": cut}}
+        fixed = {"axes": {**free.axes, "tp": cut}}
     else:
-        held = {"reshard": (int(text == "true"),), "modes": (MODES.index("shard"),)}
-    return replace(free, **held), ""
+        fixed = {"reshard": (int(text == "true"),), "modes": (MODES.index("shard"),)}
+    return replace(free, **fixed), ""
 
 
 def _number(path: str, text: str) -> int:

@@ -225,10 +225,10 @@ def _choice(menu: Options, option_counts: Sequence[tuple[int, int, int]]) -> Kna
 def _front(seconds: list[float], memory: list[float]) -> list[int]:
     """Return the indices of the undominated options of a kind, fastest first."""
     front, least = [], float("inf")
-    for time_s, held, option in sorted(zip(seconds, memory, range(len(seconds)), strict=True)):
-        if held < least and time_s < float("inf"):
+    for time_s, num_bytes, option in sorted(zip(seconds, memory, range(len(seconds)), strict=True)):
+        if num_bytes < least and time_s < float("inf"):
             front.append(option)
-            least = held
+            least = num_bytes
     return front
 
 
@@ -262,19 +262,19 @@ class _Labels:
         limit = min(self._below, self._first()) * (1 + _EPS)
         slack = limit - float(menu.relaxed(counts, np.array([self._capacity]))[0])
         price = menu.price(counts, self._capacity)
-        held = self._held(slack / price if price > 0 else np.inf)
+        bytes_ranges = self._bytes_ranges(slack / price if price > 0 else np.inf)
         seconds, memory = np.zeros(1), np.zeros(1)
         layers: list[tuple[Counts, ParetoCounts]] = []
         for number, (kind, front, count) in enumerate(self._kinds):
             t, m = menu.seconds[kind, front], menu.memory[kind, front]
-            mixes = pareto_counts_of(t, m, count, price, slack, held[number])
+            mixes = pareto_counts_of(t, m, count, price, slack, bytes_ranges[number])
             # Combine every label with every combination of this kind: [labels * combinations].
             seconds = np.add.outer(seconds, mixes.seconds).ravel()
             memory = np.add.outer(memory, mixes.memory).ravel()
             # Keep labels whose LP completion is within the limit and that no other label beats.
             bounds = seconds + menu.relaxed(self._suffixes[number + 1], self._capacity - memory)
-            hopeful = np.flatnonzero(bounds <= limit)
-            kept = hopeful[undominated(seconds[hopeful], memory[hopeful])]
+            within = np.flatnonzero(bounds <= limit)
+            kept = within[undominated(seconds[within], memory[within])]
             if not len(kept):
                 return NONE
             seconds, memory = seconds[kept], memory[kept]
@@ -282,14 +282,14 @@ class _Labels:
         for kind, front, count in self._alone:
             seconds = seconds + count * menu.seconds[kind, front[0]]
             memory = memory + count * menu.memory[kind, front[0]]
-        hopeful = np.flatnonzero((seconds <= limit) & (memory <= self._capacity))
-        if not len(hopeful):
+        within = np.flatnonzero((seconds <= limit) & (memory <= self._capacity))
+        if not len(within):
             return NONE
-        first = int(hopeful[np.lexsort((memory[hopeful], seconds[hopeful]))[0]])
+        first = int(within[np.lexsort((memory[within], seconds[within]))[0]])
         chosen = _choice(menu, self._trace(layers, first))
         return chosen if chosen.seconds < self._below else NONE
 
-    def _held(self, unused: float) -> list[tuple[float, float]]:
+    def _bytes_ranges(self, unused: float) -> list[tuple[float, float]]:
         """Return (fewest, most) bytes that each kind's blocks may have in a better solution.
 
         Args:

@@ -13,21 +13,21 @@ import numpy as np
 from meshplan.planner.knapsack.knapsack import Counts, Floats, Options
 
 
-def solve_relaxations(asked: Sequence[tuple[Options, Counts, float]]) -> list[Floats]:
+def solve_relaxations(queries: Sequence[tuple[Options, Counts, float]]) -> list[Floats]:
     """Solve the LP relaxation of many multiple-choice knapsacks in one vectorised pass.
 
     Args:
-        asked: Problems, each (options, [queries, kinds] blocks of each kind, capacity in bytes).
+        queries: Problems, each (options, [queries, kinds] blocks of each kind, capacity in bytes).
 
     Returns:
         Lower bounds on the seconds, as `Options.relaxed` computes them: one [queries] array for
         each problem; infinite where nothing fits.
     """
-    if len(asked) == 1:
-        ((menu, counts, room),) = asked
+    if len(queries) == 1:
+        ((menu, counts, room),) = queries
         return [menu.relaxed(counts, np.array([room]))]
-    menus, rooms = [menu for menu, _, _ in asked], np.array([room for _, _, room in asked])
-    sizes = [len(counts) for _, counts, _ in asked]
+    menus, rooms = [menu for menu, _, _ in queries], np.array([room for _, _, room in queries])
+    sizes = [len(counts) for _, counts, _ in queries]
     # Concatenate the queries of all problems; `of` is the index of each query's problem: [queries].
     of = np.repeat(np.arange(len(menus)), sizes)
     num_kinds = max(len(menu.seconds) for menu in menus)
@@ -44,7 +44,7 @@ def solve_relaxations(asked: Sequence[tuple[Options, Counts, float]]) -> list[Fl
         table[0, n, :own], table[1, n, :own], table[2, n, :own] = seconds, memory, menu.smallest
         steps[0, n, : len(lost)], steps[1, n, : len(won)] = lost, won
         kinds[n, : len(kind)] = kind
-        blocks[end - size : end, :own] = asked[n][1]
+        blocks[end - size : end, :own] = queries[n][1]
     # Start from every block's fastest option: [queries] seconds and bytes of all blocks.
     capacity = rooms[of]
     seconds, memory, smallest = (np.einsum("qk,qk->q", blocks, each[of]) for each in table)
@@ -67,7 +67,7 @@ def solve_relaxations(asked: Sequence[tuple[Options, Counts, float]]) -> list[Fl
     for n, (menu, (end, size)) in enumerate(zip(menus, _ends(sizes), strict=True)):
         there = menu.there[2]
         if not there.all():
-            bound[end - size : end][(asked[n][1][:, ~there] > 0).any(axis=1)] = np.inf
+            bound[end - size : end][(queries[n][1][:, ~there] > 0).any(axis=1)] = np.inf
     return np.split(bound, np.cumsum(sizes)[:-1])
 
 

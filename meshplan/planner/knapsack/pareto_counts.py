@@ -30,7 +30,7 @@ class ParetoCounts(NamedTuple):
 
 def pareto_counts_of(
     seconds: Floats, memory: Floats, count: int, price: float, slack: float,
-    held: tuple[float, float],
+    bytes_range: tuple[float, float],
 ) -> ParetoCounts:  # fmt: skip
     """Return the undominated combinations of options that `count` identical blocks can take.
 
@@ -44,7 +44,7 @@ def pareto_counts_of(
         count: Number of blocks.
         price: Seconds charged for a byte; any value gives a correct result.
         slack: Seconds that a solution may cost above the LP bound.
-        held: (fewest, most) bytes that all blocks together may have.
+        bytes_range: (fewest, most) bytes that all blocks together may have.
     """
     paid = seconds + price * memory
     extra = paid - paid.min()
@@ -55,12 +55,12 @@ def pareto_counts_of(
     # Partial combinations, one array each: cost above the cheapest option (`spent`), blocks without
     # an option (`left`), seconds (`t`), bytes (`m`).
     spent, left, t, m = np.zeros(1), np.array([count]), np.zeros(1), np.zeros(1)
-    low, high = held
+    low, high = bytes_range
     for at, option in enumerate(order):
         each, own, rest = extra[option], memory[option], memory[order[at + 1 :]]
         if not len(rest):  # The last option takes all blocks that are left.
-            all_held = m + left * own
-            is_open = (spent + left * each <= slack) & (low <= all_held) & (all_held <= high)
+            all_bytes = m + left * own
+            is_open = (spent + left * each <= slack) & (low <= all_bytes) & (all_bytes <= high)
             option_counts = np.column_stack((option_counts, left))[is_open]
             break
         within = np.floor((slack - spent) / each) if each > 0 else np.inf

@@ -32,7 +32,7 @@ _CHOICES: Final = frozenset(
 _RULE: Final = re.compile(r"rules\[([0-9]{1,5})\]")
 _EXPERTS: Final = {"ep": EXPERT_STYLE}
 _OF_BLOCKS: Final = ("activation_checkpointing", "reshard_after_forward")
-_AGAIN: Final = "delete the lock, or run meshplan plan again"
+_FIX: Final = "delete the lock, or run meshplan plan again"
 
 Load = Callable[[Sequence[str]], Spec]
 
@@ -58,7 +58,7 @@ def check_chosen(
     """
     spec = load(())
     problems = [
-        Problem(f"a lock may not choose {path}", origins[path], _AGAIN)
+        Problem(f"a lock may not choose {path}", origins[path], _FIX)
         for path in chosen
         if path not in _CHOICES and not _is_own_rule(path, chosen[path], spec)
     ]
@@ -69,7 +69,7 @@ def check_chosen(
     except SpecError as error:
         raise SpecError([_in_lock(problem, origins) for problem in error.problems]) from None
     problems = [
-        Problem(f"the plan says {stated}, and a lock cannot change it", origins[path], _AGAIN)
+        Problem(f"the plan says {stated}, and a lock cannot change it", origins[path], _FIX)
         for path, stated in _overruled(chosen, spec, locked, graph)
     ]
     if problems:
@@ -101,7 +101,7 @@ def _in_lock(problem: Problem, origins: Mapping[str, Origin]) -> Problem:
     at = problem.origin.path if problem.origin is not None else ""
     around = (path for path in origins if at == path or at.startswith((f"{path}.", f"{path}[")))
     path = next(around, None)
-    return Problem(problem.what, problem.origin if path is None else origins[path], _AGAIN)
+    return Problem(problem.what, problem.origin if path is None else origins[path], _FIX)
 
 
 def _overruled(

@@ -30,7 +30,7 @@ from meshplan.spec.spec import Spec
 from meshplan.spec.values import PlanValue, plain
 
 FORMAT: Final = 2
-_AGAIN: Final = "run meshplan plan again"
+_FIX: Final = "run meshplan plan again"
 _ELSEWHERE: Final = "add -o FILE, in a folder that exists and is writable"
 INSTEAD: Final = "give the plan file itself, or run meshplan plan again"
 """The fix in errors on a lock that the user named and that does not apply."""
@@ -163,7 +163,7 @@ def read(path: Path) -> Lock | None:
     except SpecError as error:
         first = error.problems[0]
         what = f"this is no lock file of this version: {first.what}"
-        raise SpecError(Problem(what, first.origin, _AGAIN)) from None
+        raise SpecError(Problem(what, first.origin, _FIX)) from None
     try:
         content = _checked(plain(root))
         inputs = content["inputs"]
@@ -180,7 +180,7 @@ def read(path: Path) -> Lock | None:
     except (KeyError, TypeError, ValueError) as error:
         why = str(error)
     what = f"this is no lock file of this version: {why}"
-    raise SpecError(Problem(what, Origin(str(path)), _AGAIN))
+    raise SpecError(Problem(what, Origin(str(path)), _FIX))
 
 
 def _chosen(root: PlanValue) -> Mapping[str, PlanValue]:

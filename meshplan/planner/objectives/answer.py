@@ -20,75 +20,75 @@ from meshplan.planner.space.space import Rejected
 from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.spec.spec import AUTO
 
-Told = Callable[[str], None]
+OnProgress = Callable[[str], None]
 _NOT_ASKED: Final = "something fits without, and nothing asks for it: offload: auto does"
 
 
-def answer(question: PlanRequest, told: Told = lambda text: None) -> Decision:
+def answer(request: PlanRequest, report: OnProgress = lambda text: None) -> Decision:
     """Find the best plan by the request's objective.
 
     If the plan of a live model states something that the planner cannot search, only this plan is
     priced.
 
     Args:
-        question: The request.
-        told: Called with lines on the progress.
+        request: The request.
+        report: Called with lines on the progress.
 
     Raises:
         PlanError: The plan file lacks a statement, or allows no configuration.
     """
-    if is_priced(question):
-        return price(question, told)
-    return _BY_OBJECTIVE[question.objective](question, told)
+    if is_priced(request):
+        return price(request, report)
+    return _BY_OBJECTIVE[request.objective](request, report)
 
 
-def smallest(question: PlanRequest, told: Told = lambda text: None) -> Decision:
+def smallest(request: PlanRequest, report: OnProgress = lambda text: None) -> Decision:
     """Find the plan that uses the least memory, whatever its step time.
 
     `Decision.gap` is the share by which the lower bound of all configurations is below the
     plan's memory.
 
     Args:
-        question: The request.
-        told: Called with lines on the progress.
+        request: The request.
+        report: Called with lines on the progress.
 
     Raises:
         PlanError: The plan file lacks a statement, or allows no configuration.
     """
-    return smallest_of(PlanningProblem(question), told)
+    return smallest_of(PlanningProblem(request), report)
 
 
-def smallest_of(job: PlanningProblem, told: Told = lambda text: None) -> Decision:
+def smallest_of(problem: PlanningProblem, report: OnProgress = lambda text: None) -> Decision:
     """Find the plan of a problem that uses the least memory.
 
     Configurations with offload are searched if the plan states `offload: auto`, or if nothing fits
     without offload.
 
     Args:
-        job: The problem. Its `capacity` is lowered.
-        told: Called with lines on the progress.
+        problem: The problem. Its `capacity` is lowered.
+        report: Called with lines on the progress.
     """
-    began, question = time.monotonic(), job.question
-    limit = TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s
-    told(grid_line(job))
-    offload = job.spec.offload
+    began, request = time.monotonic(), problem.request
+    limit = TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s
+    report(grid_line(problem))
+    offload = problem.spec.offload
     if AUTO in (offload.params, offload.activations):
-        add_offload_variants(job)
-    least = LeastMemory(job, began + limit)
+        add_offload_variants(problem)
+    least = LeastMemory(problem, began + limit)
     evaluated = (
         least.evaluated if least.evaluated is not None and least.evaluated.memory.fits else None
     )
-    if evaluated is None and least.is_whole and add_offload_variants(job):
-        job.allow(question.limit_bytes)
-        least = LeastMemory(job, began + limit)
+    if evaluated is None and least.is_whole and add_offload_variants(problem):
+        problem.allow(request.limit_bytes)
+        least = LeastMemory(problem, began + limit)
         evaluated = (
             least.evaluated if least.evaluated is not None and least.evaluated.memory.fits else None
         )
-    elif not job.is_widened and len(job.free.offload) > 1:
-        job.reject(Rejected("offload=params, activations", _NOT_ASKED))
-    if evaluated is not None and (evaluated := job.certified(evaluated)) is None:
+    elif not problem.is_widened and len(problem.free.offload) > 1:
+        problem.reject(Rejected("offload=params, activations", _NOT_ASKED))
+    if evaluated is not None and (evaluated := problem.certified(evaluated)) is None:
         # A trace shows that the plan does not fit. Return the fastest plan, which is certified too.
-        return replace(decide(question, told), objective="memory", gap=1.0, is_whole=False)
+        return replace(decide(request, report), objective="memory", gap=1.0, is_whole=False)
     samples, gap = 0, 1.0
     if evaluated is not None:
         samples = (
@@ -96,33 +96,33 @@ def smallest_of(job: PlanningProblem, told: Told = lambda text: None) -> Decisio
         )
         gap = max(0.0, 1 - least.lower_bytes / evaluated.memory.worst.band[1])
     return Decision(
-        spec=job.spec,
+        spec=problem.spec,
         chosen=evaluated,
         best_s=evaluated.seconds if evaluated is not None else float("inf"),
         gap=gap,
         alternatives=(),
-        rejected=job.free.rejected,
+        rejected=problem.free.rejected,
         ladder=None,
-        num_configs=job.num_configs,
-        num_options=sum(job.free.options),
+        num_configs=problem.num_configs,
+        num_options=sum(problem.free.options),
         num_measured=least.num_measured,
         search_s=time.monotonic() - began,
         samples=samples,
-        tokens=samples * (job.spec.batch.seq_len or 0),
-        flops=job.flops_of_sample * samples,
-        profile=job.profile,
-        limit_bytes=question.limit_bytes,
+        tokens=samples * (problem.spec.batch.seq_len or 0),
+        flops=problem.flops_of_sample * samples,
+        profile=problem.profile,
+        limit_bytes=request.limit_bytes,
         is_whole=least.is_whole,
-        is_interrupted=question.is_stopped(),
+        is_interrupted=request.is_stopped(),
         objective="memory",
-        profile_path=question.profile_path,
+        profile_path=request.profile_path,
     )
 
 
-def _by_time(question: PlanRequest, told: Told) -> Decision:
-    return decide(question, told)
+def _by_time(request: PlanRequest, report: OnProgress) -> Decision:
+    return decide(request, report)
 
 
-_BY_OBJECTIVE: Final[Mapping[str, Callable[[PlanRequest, Told], Decision]]] = MappingProxyType(
-    {"time": _by_time, "memory": smallest, "balanced": balanced, "cost": cheapest}
+_BY_OBJECTIVE: Final[Mapping[str, Callable[[PlanRequest, OnProgress], Decision]]] = (
+    MappingProxyType({"time": _by_time, "memory": smallest, "balanced": balanced, "cost": cheapest})
 )

@@ -36,13 +36,13 @@ class Balance:
     """The plan with the least product of seconds and bytes.
 
     Attributes:
-        job: The problem that the plan was found in.
+        problem: The problem that the plan was found in.
         evaluated: The plan.
         gap: Share by which another plan's product may be smaller.
         is_whole: If True, the search ran to its end; if False, it was stopped before.
     """
 
-    job: PlanningProblem
+    problem: PlanningProblem
     evaluated: Evaluated
     gap: float
     is_whole: bool
@@ -53,21 +53,21 @@ class Balance:
         return self.evaluated.memory.worst.band[1]
 
 
-def balanced(question: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
+def balanced(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
     """Find the plan that balances time and memory.
 
     Args:
-        question: The request.
+        request: The request.
         report: Called with lines on the progress.
 
     Raises:
         PlanError: The plan file lacks a statement, or allows no configuration.
     """
     began = time.monotonic()
-    found = balance(question, report)
+    found = balance(request, report)
     if found is None:
-        return replace(decide(question, report), objective="balanced")
-    decision = decide(replace(question, limit_bytes=found.limit_bytes), report)
+        return replace(decide(request, report), objective="balanced")
+    decision = decide(replace(request, limit_bytes=found.limit_bytes), report)
     if decision.chosen is None:  # The second search was stopped before it found the plan again.
         decision = _so_far(decision, found)
     return replace(
@@ -75,7 +75,7 @@ def balanced(question: PlanRequest, report: Callable[[str], None] = lambda text:
         objective="balanced",
         gap=found.gap,
         ladder=None,  # It would be the ladder of a smaller memory limit.
-        limit_bytes=question.limit_bytes,
+        limit_bytes=request.limit_bytes,
         is_whole=decision.is_whole and found.is_whole,
         search_s=time.monotonic() - began,
     )
@@ -83,21 +83,21 @@ def balanced(question: PlanRequest, report: Callable[[str], None] = lambda text:
 
 def _so_far(decision: Decision, found: Balance) -> Decision:
     """Return the decision with the plan that `balance` found as the chosen one."""
-    job, candidate = found.job, found.evaluated.candidate
+    problem, candidate = found.problem, found.evaluated.candidate
     assert candidate is not None
-    samples = job.samples(candidate.row)
+    samples = problem.samples(candidate.row)
     return replace(
         decision,
-        chosen=job.certified(found.evaluated),
+        chosen=problem.certified(found.evaluated),
         best_s=found.evaluated.seconds,
         samples=samples,
-        tokens=samples * (job.spec.batch.seq_len or 0),
-        flops=job.flops(candidate.row),
+        tokens=samples * (problem.spec.batch.seq_len or 0),
+        flops=problem.flops(candidate.row),
     )
 
 
 def balance(
-    question: PlanRequest, report: Callable[[str], None] = lambda text: None
+    request: PlanRequest, report: Callable[[str], None] = lambda text: None
 ) -> Balance | None:
     """Find the plan with the least product of seconds and bytes; None if no plan fits.
 
@@ -105,73 +105,75 @@ def balance(
     bounds show that no plan with less memory has a smaller product.
 
     Args:
-        question: The request.
+        request: The request.
         report: Called with lines on the progress.
 
     Raises:
         PlanError: The plan file lacks a statement, or allows no configuration.
     """
     began = time.monotonic()
-    deadline = began + (TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s)
-    limit, free = question.limit_bytes, None
+    deadline = began + (TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s)
+    limit, free = request.limit_bytes, None
     at: tuple[PlanningProblem, Evaluated] | None = None
     best, lower, seconds = float("inf"), float("inf"), 0.0
     while True:
-        job = PlanningProblem(replace(question, limit_bytes=limit), free)
-        free = job.free
-        found = _fastest(job, seconds, best, deadline)
+        problem = PlanningProblem(replace(request, limit_bytes=limit), free)
+        free = problem.free
+        found = _fastest(problem, seconds, best, deadline)
         evaluated = found.measured.result if found.measured is not None else None
         if not isinstance(evaluated, Evaluated) or not found.is_whole:
             break
-        seconds, held = evaluated.seconds, evaluated.memory.worst.band[1]
-        report(f"{format_step(seconds)} with {format_gib(held)}")
-        if seconds * held < best:
-            best, at = seconds * held, (job, evaluated)
+        seconds, num_bytes = evaluated.seconds, evaluated.memory.worst.band[1]
+        report(f"{format_step(seconds)} with {format_gib(num_bytes)}")
+        if seconds * num_bytes < best:
+            best, at = seconds * num_bytes, (problem, evaluated)
         # No plan within this limit is faster. Plans that use more than the next limit therefore
         # have a product of at least seconds * limit; plans that use less are searched next.
-        limit = int(held * _STEP)
+        limit = int(num_bytes * _STEP)
         lower = min(lower, seconds * limit)
     if at is None:
         return None
     if not found.is_whole:
-        lower = min(lower, float(_products(job, job.usual, seconds).min(initial=np.inf)))
+        lower = min(lower, float(_products(problem, problem.table, seconds).min(initial=np.inf)))
     return Balance(*at, max(0.0, 1 - lower / best), found.is_whole)
 
 
-def _fastest(job: PlanningProblem, seconds: float, best: float, deadline: float) -> SearchResult:
+def _fastest(
+    problem: PlanningProblem, seconds: float, best: float, deadline: float
+) -> SearchResult:
     """Search the fastest plan that fits, among configurations that may beat the least product.
 
     Args:
-        job: The problem.
+        problem: The problem.
         seconds: Lower bound on the step time of all plans.
         best: Smallest product of seconds and bytes found so far.
         deadline: Value of `time.monotonic()` at which to stop.
     """
 
-    def run(numbers: CostTable) -> SearchResult:
-        hopeful = _products(job, numbers, seconds) < best
-        kept = np.where(hopeful[:, None, None], numbers.seconds, np.inf)
+    def run(table: CostTable) -> SearchResult:
+        hopeful = _products(problem, table, seconds) < best
+        kept = np.where(hopeful[:, None, None], table.seconds, np.inf)
         with np.errstate(invalid="ignore"):  # Infinity * 0.
             return search(
-                replace(numbers, seconds=kept),
-                job.capacity,
-                partial(job.measure, numbers),
+                replace(table, seconds=kept),
+                problem.capacity,
+                partial(problem.measure, table),
                 deadline=deadline,
-                is_stopped=job.question.is_stopped,
+                is_stopped=problem.request.is_stopped,
             )
 
-    return searched(job, run)[1]
+    return searched(problem, run)[1]
 
 
-def _products(job: PlanningProblem, numbers: CostTable, seconds: float) -> Floats:
+def _products(problem: PlanningProblem, table: CostTable, seconds: float) -> Floats:
     """Return [configs] lower bounds on seconds * bytes; infinite where no plan is possible.
 
     Args:
-        job: The problem.
-        numbers: The cost table.
+        problem: The problem.
+        table: The cost table.
         seconds: Lower bound on the step time of all plans.
     """
-    seconds_floor, holds = time_bounds(numbers), memory_bounds(numbers)
+    seconds_floor, holds = time_bounds(table), memory_bounds(table)
     exists = np.isfinite(seconds_floor) & np.isfinite(holds)
-    held = [job.widened(each) for each in np.where(exists, holds, 0.0).tolist()]
-    return np.where(exists, np.maximum(seconds_floor, seconds) * held, np.inf)
+    num_bytes = [problem.widened(each) for each in np.where(exists, holds, 0.0).tolist()]
+    return np.where(exists, np.maximum(seconds_floor, seconds) * num_bytes, np.inf)

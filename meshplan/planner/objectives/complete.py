@@ -18,7 +18,7 @@ from meshplan.planner.lock.lock import (
 )
 from meshplan.planner.objectives.answer import answer
 from meshplan.planner.problem.decision import PlanRequest
-from meshplan.planner.problem.request import Load, config_of, loading, question_of, with_shorter
+from meshplan.planner.problem.request import Load, config_of, loading, request_of, with_shorter
 from meshplan.spec.spec import Spec
 from meshplan.textbook.inputs import graph_of
 
@@ -105,13 +105,13 @@ def complete_statements(
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
     profile = profile_of_lock(source)
     if ask is not None:
-        question = ask(profile)
+        request = ask(profile)
     else:
-        question = question_of(load, sized, profile=profile)
+        request = request_of(load, sized, profile=profile)
         path, origin = config_of(spec, config)
         if path is not None and (sized is not graph or config is not None):
-            question = with_shorter(question, path, origin)  # As `meshplan plan` does.
-    decision = answer(question, report)
+            request = with_shorter(request, path, origin)  # As `meshplan plan` does.
+    decision = answer(request, report)
     if decision.chosen is None:
         raise PlanError(nothing_fits(spec))
     return decision.chosen.stated, "the planner"

@@ -33,130 +33,132 @@ _MOST_CHOICES: Final = 8
 its trace is excluded from the next choice."""
 
 
-def decide(question: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
+def decide(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
     """Find the fastest plan of a request.
 
     Args:
-        question: The request.
+        request: The request.
         report: Called with lines on the progress.
 
     Raises:
         PlanError: The plan file lacks a statement, or allows no configuration.
     """
-    return decide_job(PlanningProblem(question), report)
+    return fastest_of(PlanningProblem(request), report)
 
 
 @collecting_rarely()
-def decide_job(job: PlanningProblem, report: Callable[[str], None] = lambda text: None) -> Decision:
+def fastest_of(
+    problem: PlanningProblem, report: Callable[[str], None] = lambda text: None
+) -> Decision:
     """Find the fastest plan of a problem.
 
     Args:
-        job: The problem. Its grid and its `measured` estimates are extended.
+        problem: The problem. Its grid and its `measured` estimates are extended.
         report: Called with lines on the progress.
     """
     began = time.monotonic()
-    limit = job.question.time_limit_s
-    report(grid_line(job))
+    limit = problem.request.time_limit_s
+    report(grid_line(problem))
     deadline = None if limit is None else time.monotonic() + limit
     for _ in range(_MOST_CHOICES):
-        numbers, found = searched(
-            job,
-            lambda numbers: search(
-                numbers,
-                job.capacity,
-                lambda candidate: job.measure(numbers, candidate),
-                guess=lambda candidate: job.guess(numbers, candidate),
-                is_over=lambda candidate: job.is_over(numbers, candidate),
-                taken=job.taken,
+        table, found = searched(
+            problem,
+            lambda table: search(
+                table,
+                problem.capacity,
+                lambda candidate: problem.measure(table, candidate),
+                guess=lambda candidate: problem.guess(table, candidate),
+                is_over=lambda candidate: problem.is_over(table, candidate),
+                taken=problem.taken,
                 slack=SLACK,
                 deadline=deadline,
-                is_stopped=job.question.is_stopped,
-                report=lambda better: report(_line(job, better)),
+                is_stopped=problem.request.is_stopped,
+                report=lambda better: report(_line(problem, better)),
             ),
         )
-        refine(job, numbers, found, deadline)
-        chosen, others = Simplifier(job, numbers, found).choose()
+        refine(problem, table, found, deadline)
+        chosen, others = Simplifier(problem, table, found).choose()
         if chosen is None:
             break
-        if (certified := job.certified(chosen)) is not None:
+        if (certified := problem.certified(chosen)) is not None:
             chosen = certified
             break
         report("a trace of the chosen plan needs more memory than was estimated: searching again")
     else:
         chosen = None
     best = found.best
-    samples = job.samples(best.row) if best else 0
-    ladder = _ladder(job, numbers, best) if best else None
-    is_stopped = job.question.is_stopped()
+    samples = problem.samples(best.row) if best else 0
+    ladder = _ladder(problem, table, best) if best else None
+    is_stopped = problem.request.is_stopped()
     decision = Decision(
-        spec=job.spec,
+        spec=problem.spec,
         chosen=chosen,
         best_s=best.seconds if best else float("inf"),
         gap=found.gap,
         alternatives=others,
-        rejected=(*job.free.rejected, *_why_refused(found)),
+        rejected=(*problem.free.rejected, *_why_refused(found)),
         ladder=ladder,
-        num_configs=job.num_configs,
-        num_options=sum(job.free.options),
+        num_configs=problem.num_configs,
+        num_options=sum(problem.free.options),
         num_measured=found.num_measured,
         search_s=time.monotonic() - began,
         samples=samples,
-        tokens=samples * (job.spec.batch.seq_len or 0),
-        flops=job.flops(best.row) if best else 0.0,
-        profile=job.profile,
-        limit_bytes=job.question.limit_bytes,
+        tokens=samples * (problem.spec.batch.seq_len or 0),
+        flops=problem.flops(best.row) if best else 0.0,
+        profile=problem.profile,
+        limit_bytes=problem.request.limit_bytes,
         # If the user stops after the search, simplification ends early and may choose another plan.
         is_whole=found.is_whole and not is_stopped,
         is_interrupted=is_stopped,
-        profile_path=job.question.profile_path,
-        bounds=tuple(_bounds(job, numbers)),
-        measured=tuple(job.measured),
+        profile_path=problem.request.profile_path,
+        bounds=tuple(_bounds(problem, table)),
+        measured=tuple(problem.measured),
         unoffloaded_s=found.unoffloaded_s,
     )
-    return with_other_layouts(job, decision) if job.question.other_layouts else decision
+    return with_other_layouts(problem, decision) if problem.request.other_layouts else decision
 
 
-def grid_line(job: PlanningProblem) -> str:
+def grid_line(problem: PlanningProblem) -> str:
     """Return a progress line with the number of configurations in the problem's grid."""
-    count = len(job.grid)
+    count = len(problem.grid)
     return f"searching {count:,} configuration{'' if count == 1 else 's'}"
 
 
-def _bounds(job: PlanningProblem, numbers: CostTable) -> Iterator[Bound]:
+def _bounds(problem: PlanningProblem, table: CostTable) -> Iterator[Bound]:
     """Return an iterator over the lower bounds of all configurations with a possible plan."""
-    seconds, held = time_bounds(numbers), memory_bounds(numbers)
-    exists = np.isfinite(seconds) & np.isfinite(held)
-    return map(Bound, seconds[exists].tolist(), map(job.widened, held[exists].tolist()))
+    seconds, num_bytes = time_bounds(table), memory_bounds(table)
+    exists = np.isfinite(seconds) & np.isfinite(num_bytes)
+    return map(Bound, seconds[exists].tolist(), map(problem.widened, num_bytes[exists].tolist()))
 
 
-def _line(job: PlanningProblem, found: SearchResult) -> str:
+def _line(problem: PlanningProblem, found: SearchResult) -> str:
     """Return a progress line on the best plan so far: its step time and mesh."""
     assert found.best is not None
-    row: np.void = job.grid[found.best.row]
+    row: np.void = problem.grid[found.best.row]
     mesh = " x ".join(f"{axis} {row[axis]}" for axis in AXES if row[axis] > 1) or "one device"
     return f"best so far: {format_step(found.best.seconds)} with {mesh}"
 
 
-def _ladder(job: PlanningProblem, numbers: CostTable, best: Candidate) -> Ladder | None:
+def _ladder(problem: PlanningProblem, table: CostTable, best: Candidate) -> Ladder | None:
     """Search the space without network time, then without a memory limit, and list the step times.
 
     Returns:
         The ladder; None if the user stopped the searches.
     """
-    stop = job.question.is_stopped
+    stop = problem.request.is_stopped
     if stop():
         return None
     no_network = SearchResult(best=best)  # A single device has no network time.
-    if job.free.world > 1:
-        free = job.numbers(without(job.profile, network=True))
-        no_network = search(free, job.capacity, _fits, is_stopped=stop)
-    no_limit = search(numbers, float("inf"), _fits, is_stopped=stop)
+    if problem.free.world > 1:
+        free = problem.table_at(without(problem.profile, network=True))
+        no_network = search(free, problem.capacity, _fits, is_stopped=stop)
+    no_limit = search(table, float("inf"), _fits, is_stopped=stop)
     if not (no_network.is_whole and no_limit.is_whole):
         return None
     assert no_network.best is not None
     assert no_limit.best is not None
     return Ladder(
-        roofline_s=job.flops(best.row) / job.profile.peak_flops / job.free.world,
+        roofline_s=problem.flops(best.row) / problem.profile.peak_flops / problem.free.world,
         no_network_s=no_network.best.seconds,
         no_memory_limit_s=no_limit.best.seconds,
         plan_s=best.seconds,

@@ -64,7 +64,7 @@ def kinds_of(plan: Plan) -> frozenset[str]:
     return frozenset(kind for kind, is_kind in KINDS.items() if is_kind(sizes)[0])
 
 
-def with_other_layouts(job: PlanningProblem, decision: Decision) -> Decision:
+def with_other_layouts(problem: PlanningProblem, decision: Decision) -> Decision:
     """Add the fastest plan of each other kind of layout to a decision.
 
     Each is exact, as `meshplan explain why-not` is: the fastest of its kind that fits. It is
@@ -74,7 +74,7 @@ def with_other_layouts(job: PlanningProblem, decision: Decision) -> Decision:
     and little processor time beside the plan's own search; a search that is stopped says so.
 
     Args:
-        job: The problem that was searched. Variants with offload are added to its grid.
+        problem: The problem that was searched. Variants with offload are added to its grid.
         decision: The decision on it.
 
     Returns:
@@ -85,7 +85,7 @@ def with_other_layouts(job: PlanningProblem, decision: Decision) -> Decision:
     own = kinds_of(decision.chosen.plan)
     kinds = [kind for kind in KINDS if kind not in own]
     found = {kind: OtherLayout(kind=kind, why=_STOPPED, is_whole=False) for kind in kinds}
-    searches = _Searches(job, decision)
+    searches = _Searches(problem, decision)
     if decision.is_whole:
         found |= zip(kinds, each(searches.fastest, kinds), strict=True)
     return replace(decision, other_layouts=tuple(found.values()))
@@ -95,12 +95,12 @@ class _Searches:
     """The searches for the fastest plan of each kind, on two cores.
 
     Args:
-        job: The problem that was searched.
+        problem: The problem that was searched.
         decision: The decision on it.
     """
 
-    def __init__(self, job: PlanningProblem, decision: Decision) -> None:
-        self._job, limit_s = job, job.question.time_limit_s
+    def __init__(self, problem: PlanningProblem, decision: Decision) -> None:
+        self._problem, limit_s = problem, problem.request.time_limit_s
         self._deadline = None
         if limit_s is not None:
             self._deadline = time.monotonic() + max(0.0, limit_s - decision.search_s)
@@ -114,7 +114,7 @@ class _Searches:
         Args:
             kind: The kind, a key of `KINDS`.
         """
-        if not KINDS[kind](self._job.grid).any():
+        if not KINDS[kind](self._problem.grid).any():
             return OtherLayout(kind=kind, why="not in the search space", is_in_space=False)
         with self._limited(kind) as among:
             among.search()
@@ -132,9 +132,11 @@ class _Searches:
 
         def is_stopped() -> bool:
             late = time.process_time() - began_s > self._left_s
-            return late or self._job.question.is_stopped()
+            return late or self._problem.request.is_stopped()
 
-        yield FastestAmong(self._job, KINDS[kind], deadline=self._deadline, is_stopped=is_stopped)
+        yield FastestAmong(
+            self._problem, KINDS[kind], deadline=self._deadline, is_stopped=is_stopped
+        )
         self._left_s -= time.process_time() - began_s
 
 

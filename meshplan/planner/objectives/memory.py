@@ -40,7 +40,7 @@ class LeastMemory:
     """A search for the plan with the least memory, run by the constructor.
 
     Args:
-        job: The problem. Its `capacity` is lowered.
+        problem: The problem. Its `capacity` is lowered.
         deadline: Value of `time.monotonic()` at which to stop.
 
     Attributes:
@@ -51,38 +51,40 @@ class LeastMemory:
         num_measured: Number of memory estimates made.
     """
 
-    def __init__(self, job: PlanningProblem, deadline: float) -> None:
+    def __init__(self, problem: PlanningProblem, deadline: float) -> None:
         self.evaluated: Evaluated | None = None
         self.is_whole, self.num_measured = True, 0
-        numbers = job.usual
-        bounds = memory_bounds(numbers)
-        rows = least_rows(numbers.grid, bounds, float("inf"))
-        self.lower_bytes = job.widened(float(bounds[rows[0]])) if rows else 0.0
+        table = problem.table
+        bounds = memory_bounds(table)
+        rows = least_rows(table.grid, bounds, float("inf"))
+        self.lower_bytes = problem.widened(float(bounds[rows[0]])) if rows else 0.0
         candidates: list[Candidate] = []
         for row in rows:
-            if self._is_late(job, deadline):
+            if self._is_late(problem, deadline):
                 break
-            candidates.append(ConfigSolver(numbers, row, float("inf")).smallest())
-        candidates.sort(key=_held)
+            candidates.append(ConfigSolver(table, row, float("inf")).smallest())
+        candidates.sort(key=_fullest_rank_bytes)
         if candidates and self.is_whole:
-            self.lower_bytes = job.widened(_held(candidates[0]))
+            self.lower_bytes = problem.widened(_fullest_rank_bytes(candidates[0]))
         least = float("inf")
         for candidate in candidates:
-            if job.widened(_held(candidate)) >= least or self._is_late(job, deadline):
+            if problem.widened(_fullest_rank_bytes(candidate)) >= least or self._is_late(
+                problem, deadline
+            ):
                 break
-            for allocator in job.free.allocators:
+            for allocator in problem.free.allocators:
                 self.num_measured += 1
-                evaluated = job.measure(numbers, candidate, allocators=(allocator,)).result
+                evaluated = problem.measure(table, candidate, allocators=(allocator,)).result
                 if isinstance(evaluated, Evaluated) and evaluated.memory.worst.band[1] < least:
                     least, self.evaluated = evaluated.memory.worst.band[1], evaluated
-                    job.allow(least)  # Later estimates stop above the best plan's bytes.
+                    problem.allow(least)  # Later estimates stop above the best plan's bytes.
 
-    def _is_late(self, job: PlanningProblem, deadline: float) -> bool:
-        late = time.monotonic() > deadline or job.question.is_stopped()
+    def _is_late(self, problem: PlanningProblem, deadline: float) -> bool:
+        late = time.monotonic() > deadline or problem.request.is_stopped()
         self.is_whole = self.is_whole and not late
         return late
 
 
-def _held(candidate: Candidate) -> float:
+def _fullest_rank_bytes(candidate: Candidate) -> float:
     """Return the linear bytes of the fullest rank."""
     return max(candidate.linear_bytes)

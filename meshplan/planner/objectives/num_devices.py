@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from meshplan.errors import Origin, PlanError, Problem, SpecError
-from meshplan.planner.objectives.fastest import decide_job
+from meshplan.planner.objectives.fastest import fastest_of
 from meshplan.planner.objectives.layouts import with_other_layouts
 from meshplan.planner.problem.decision import Decision, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
@@ -86,19 +86,19 @@ class TrainingTarget:
     more: tuple[int, Size] | None = None
 
 
-def with_nodes(question: PlanRequest, nodes: int) -> PlanRequest:
+def with_nodes(request: PlanRequest, nodes: int) -> PlanRequest:
     """Return the request for another number of nodes.
 
     Raises:
         PlanError: The plan states no hardware, or no device and no profile give its speeds.
     """
-    read = question.read
-    again = replace(question, read=lambda more: read([f"hardware.nodes={nodes}", *more]))
-    return replace(again, cluster=cluster_of(again.read(()), question.device, question.profile))
+    read = request.read
+    fixed = replace(request, read=lambda more: read([f"hardware.nodes={nodes}", *more]))
+    return replace(fixed, cluster=cluster_of(fixed.read(()), request.device, request.profile))
 
 
 def fewest(
-    question: PlanRequest,
+    request: PlanRequest,
     tokens: float,
     days: float,
     report: Callable[[str], None] = lambda text: None,
@@ -111,7 +111,7 @@ def fewest(
     faster, a step has too few samples for them, and more samples are tried.
 
     Args:
-        question: The request. Its number of nodes does not matter.
+        request: The request. Its number of nodes does not matter.
         tokens: Tokens to train on.
         days: Days that the training may take.
         report: Called with lines on the progress.
@@ -119,7 +119,7 @@ def fewest(
     Raises:
         PlanError: The plan lacks a statement, such as the sequence length.
     """
-    return _Fewest(question, tokens, days, report).run()
+    return _Fewest(request, tokens, days, report).run()
 
 
 def _sizes_from(first: int) -> Iterator[int]:
@@ -139,10 +139,10 @@ class _Fewest:
     """The search that `fewest` runs. Each size is planned only once."""
 
     def __init__(
-        self, question: PlanRequest, tokens: float, days: float, report: Callable[[str], None]
+        self, request: PlanRequest, tokens: float, days: float, report: Callable[[str], None]
     ) -> None:
-        self._question, self._tokens, self._days, self._report = question, tokens, days, report
-        limit = TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s
+        self._request, self._tokens, self._days, self._report = request, tokens, days, report
+        limit = TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s
         self._deadline = time.monotonic() + 4 * limit
         self._known: dict[int, Size] = {}
 
@@ -151,7 +151,7 @@ class _Fewest:
         first = self._first()
         failed, fastest, num_slower, num_without = first - 1, math.inf, 0, 0
         for nodes in _sizes_from(first):
-            if self._does(nodes):
+            if self._is_enough(nodes):
                 break
             failed, least = nodes, self._known[nodes].least_days
             num_without = num_without + 1 if least is None else 0
@@ -165,7 +165,7 @@ class _Fewest:
         # Bisect between the largest size that failed and the size that is fast enough.
         while nodes - failed > 1 and not self._is_late():
             middle = (failed + nodes) // 2
-            if self._does(middle):
+            if self._is_enough(middle):
                 nodes = middle
             else:
                 failed = middle
@@ -173,15 +173,17 @@ class _Fewest:
         for fewer in range(first, nodes):
             if self._is_late():
                 return self._training(nodes, False)
-            if self._does(fewer):
+            if self._is_enough(fewer):
                 return self._training(fewer, True)
         return self._training(nodes, True)
 
     def _first(self) -> int:
         """Return the nodes needed at the devices' peak throughput: a lower bound on the answer."""
-        job = PlanningProblem(with_nodes(self._question, 1))
-        per_token = job.flops_of_sample / _length(job.spec)
-        seconds = self._days * DAY_S * job.profile.peak_flops * job.question.cluster.gpus_per_node
+        problem = PlanningProblem(with_nodes(self._request, 1))
+        per_token = problem.flops_of_sample / _length(problem.spec)
+        seconds = (
+            self._days * DAY_S * problem.profile.peak_flops * problem.request.cluster.gpus_per_node
+        )
         return max(1, math.ceil(self._tokens * per_token / seconds))
 
     def _training(self, nodes: int | None, is_fewest: bool) -> TrainingTarget:
@@ -194,7 +196,7 @@ class _Fewest:
             sizes=sizes,
             answer=answer,
             is_fewest=is_fewest,
-            samples=self._question.read(()).batch.global_,
+            samples=self._request.read(()).batch.global_,
         )
 
     def _with_more_samples(self, first: int) -> TrainingTarget:
@@ -210,28 +212,28 @@ class _Fewest:
             for nodes in itertools.islice(_sizes_from(first), _FEW):
                 if self._is_late():
                     return found
-                if other._does(nodes):
+                if other._is_enough(nodes):
                     return replace(found, more=(samples, other._known[nodes]))
             times *= _STEP
         return found
 
     def _with_samples(self, samples: int) -> _Fewest:
         """Return the same search with another number of samples in a step."""
-        read = self._question.read
+        read = self._request.read
 
         def more_of(more: Sequence[str]) -> Spec:
             return read([f"batch.global={samples}", *more])
 
-        def told(text: str) -> None:
+        def report(text: str) -> None:
             self._report(f"with batch.global: {samples:,}, {text}")
 
-        question = replace(self._question, read=more_of)
-        return _Fewest(question, self._tokens, self._days, told)
+        request = replace(self._request, read=more_of)
+        return _Fewest(request, self._tokens, self._days, report)
 
     def _is_late(self) -> bool:
-        return time.monotonic() > self._deadline or self._question.is_stopped()
+        return time.monotonic() > self._deadline or self._request.is_stopped()
 
-    def _does(self, nodes: int) -> bool:
+    def _is_enough(self, nodes: int) -> bool:
         """Return True if this number of nodes trains in time. Each number is planned once."""
         if nodes not in self._known:
             self._known[nodes] = self._size(nodes)
@@ -243,22 +245,22 @@ class _Fewest:
 
     def _size(self, nodes: int) -> Size:
         """Plan one number of nodes, unless its lower bound already takes too many days."""
-        question = with_nodes(self._question, nodes)
-        gpus = question.cluster.num_gpus
+        request = with_nodes(self._request, nodes)
+        gpus = request.cluster.num_gpus
         never = Size(nodes=nodes, num_gpus=gpus, days=None, least_days=None, decision=None)
         try:
-            job = PlanningProblem(question)
-            samples = job.samples(0)
-            per_step = samples * _length(job.spec)
+            problem = PlanningProblem(request)
+            samples = problem.samples(0)
+            per_step = samples * _length(problem.spec)
             steps = self._tokens / per_step
-            least = float(np.min(time_bounds(job.usual))) * steps / DAY_S
+            least = float(np.min(time_bounds(problem.table))) * steps / DAY_S
         except PlanError as error:
-            if nodes > 1 and question.cluster.inter is None:
+            if nodes > 1 and request.cluster.inter is None:
                 raise  # Without `inter` bandwidth every other number of nodes fails the same way.
             return replace(never, why=error.problems[0].what)
         if least > self._days:
             return replace(never, least_days=least, why=f"at least {format_days(least)}")
-        decision = decide_job(job)
+        decision = fastest_of(problem)
         if decision.chosen is None:
             why = "nothing fits" if decision.is_whole else "time limit reached"
             return replace(never, least_days=least, why=why)
@@ -285,50 +287,50 @@ def _length(spec: Spec) -> int:
     return spec.batch.seq_len
 
 
-def cheapest(question: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
+def cheapest(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
     """Find the plan whose step takes the fewest GPU-hours, on all nodes or on fewer.
 
     The number of nodes is halved down to 1, and each size is planned separately. A plan that is
     twice as fast on twice the devices costs the same.
 
     Args:
-        question: The request.
+        request: The request.
         report: Called with lines on the progress.
 
     Raises:
         PlanError: The plan allows no configuration on any number of nodes.
     """
     found: list[tuple[float, int, Decision, PlanningProblem]] = []
-    wants_layouts, question = question.other_layouts, replace(question, other_layouts=False)
+    wants_layouts, request = request.other_layouts, replace(request, other_layouts=False)
     empty: PlanError | None = None
-    nodes = question.cluster.nodes
+    nodes = request.cluster.nodes
     sizes = sorted({max(1, nodes >> shift) for shift in range(nodes.bit_length())}, reverse=True)
     first: Decision | None = None
     for size in sizes:
         try:
-            job = PlanningProblem(with_nodes(question, size))
-            decision = decide_job(job)
+            problem = PlanningProblem(with_nodes(request, size))
+            decision = fastest_of(problem)
         except PlanError as error:
             empty = empty or error
             continue
         first = first or decision
-        gpus = size * question.cluster.gpus_per_node
+        gpus = size * request.cluster.gpus_per_node
         if decision.chosen is None:
             report(f"{gpus:,} GPUs: nothing fits")
             continue
         hours = decision.chosen.seconds * gpus / 3600
         report(f"{gpus:,} GPUs: {hours:.4f} GPU-hours a step")
-        found.append((hours, gpus, decision, job))
+        found.append((hours, gpus, decision, problem))
     if not found:
         if first is not None:
             return replace(first, objective="cost")
         assert empty is not None
         raise empty
-    _, gpus, best, job = min(found, key=lambda each: each[:2])
+    _, gpus, best, problem = min(found, key=lambda each: each[:2])
     if wants_layouts:
-        best = with_other_layouts(job, best)
+        best = with_other_layouts(problem, best)
     assert best.chosen is not None
-    size = gpus // question.cluster.gpus_per_node
+    size = gpus // request.cluster.gpus_per_node
     stated = dict(best.chosen.stated)
     if size != nodes:
         stated = {"hardware.nodes": size, **stated}

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.grid import (
-    ACTIVATIONS_THERE,
+    ACTIVATIONS_ON_HOST,
     MODES,
     OPTIONS,
-    PARAMS_THERE,
+    PARAMS_ON_HOST,
     RECOMPUTE,
     ProgramKey,
     cuts_of,
@@ -34,61 +34,61 @@ from meshplan.planner.knapsack.knapsack import Counts, Floats
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.result import SearchResult
 from meshplan.planner.solve.search import TOLERANCE, search
-from meshplan.planner.space.offload import WORDS, too_much_there
+from meshplan.planner.space.offload import WORDS, too_much_on_host
 from meshplan.planner.space.space import Rejected
 from meshplan.planner.space.trials import with_offload
 from meshplan.planner.tables.cost_table import CostTable, step_seconds
 from meshplan.planner.tables.memory_bounds import element_bytes_of
 
 _DDP, _SHARD = MODES.index("ddp"), MODES.index("shard")
-_FULL: Final = np.array([again == RECOMPUTE.index("full") for again, _ in OPTIONS])
+_FULL: Final = np.array([recompute == RECOMPUTE.index("full") for recompute, _ in OPTIONS])
 
 
 def searched(
-    job: PlanningProblem, run: Callable[[CostTable], SearchResult]
+    problem: PlanningProblem, run: Callable[[CostTable], SearchResult]
 ) -> tuple[CostTable, SearchResult]:
     """Search the whole space: without offload first, then variants with offload that may be faster.
 
     Args:
-        job: The problem. Variants are added to its grid.
+        problem: The problem. Variants are added to its grid.
         run: Searches a cost table. If stopped by a time limit, it still returns a lower bound.
 
     Returns:
         (the cost table of the final grid, the result of all searches together).
     """
-    numbers = job.usual
-    found = run(numbers)
+    table = problem.table
+    found = run(table)
     found.unoffloaded_s = found.best.seconds if found.best else float("inf")
-    num_base = len(numbers.grid)
-    if add_offload_variants(job, found.unoffloaded_s):
-        numbers = job.usual
-        is_new = np.arange(len(numbers.grid)) >= num_base
+    num_base = len(table.grid)
+    if add_offload_variants(problem, found.unoffloaded_s):
+        table = problem.table
+        is_new = np.arange(len(table.grid)) >= num_base
         # Search configurations without pp first: their memory is estimated fastest, and a plan that
         # fits excludes many configurations with pp.
-        is_alone = numbers.grid["pp"] == 1
+        is_alone = table.grid["pp"] == 1
         for some in (is_new & is_alone, is_new & ~is_alone):
             if some.any():
                 with np.errstate(invalid="ignore"):  # Infinity - infinity.
-                    found = _together(found, run(_only(numbers, some, found)))
-    return numbers, found
+                    found = _merged(found, run(_restricted(table, some, found)))
+    return table, found
 
 
-def fastest_that_fits(job: PlanningProblem, deadline: float | None = None) -> SearchResult:
+def fastest_that_fits(problem: PlanningProblem, deadline: float | None = None) -> SearchResult:
     """Search the fastest plan of a problem, without `SearchResult.near` and without guesses.
 
     Args:
-        job: The problem. Variants with offload are added to its grid.
+        problem: The problem. Variants with offload are added to its grid.
         deadline: Value of `time.monotonic()` at which to stop with the best plan found so far; None
             for no limit.
     """
     _, found = searched(
-        job,
-        lambda numbers: search(
-            numbers,
-            job.capacity,
-            partial(job.measure, numbers),
+        problem,
+        lambda table: search(
+            table,
+            problem.capacity,
+            partial(problem.measure, table),
             deadline=deadline,
-            is_stopped=job.question.is_stopped,
+            is_stopped=problem.request.is_stopped,
         ),
     )
     return found
@@ -102,7 +102,7 @@ class FastestAmong:
     configurations, without `SearchResult.near`.
 
     Args:
-        job: The problem. Variants with offload are added to its grid.
+        problem: The problem. Variants with offload are added to its grid.
         is_among: Maps a grid to the [configs] mask of the configurations to search. It depends on
             the mesh alone, and so is equal for all variants of a configuration.
         deadline: Value of `time.monotonic()` at which to stop with the best plan found so far; None
@@ -115,72 +115,72 @@ class FastestAmong:
 
     def __init__(
         self,
-        job: PlanningProblem,
+        problem: PlanningProblem,
         is_among: Callable[[NDArray[np.void]], NDArray[np.bool_]],
         *,
         deadline: float | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._job, self._is_among = job, is_among
+        self._problem, self._is_among = problem, is_among
         self._deadline, self._is_stopped = deadline, is_stopped
         self.found = SearchResult()
 
     @property
     def has_offload(self) -> bool:
         """True if the plan leaves offload open, so that `search_offload` may find a plan."""
-        return 0 in self._job.free.offload and len(self._job.free.offload) > 1
+        return 0 in self._problem.free.offload and len(self._problem.free.offload) > 1
 
     def search(self) -> None:
         """Search the configurations that the grid has."""
-        self.found = self._run(self._is_among(self._job.grid))
+        self.found = self._run(self._is_among(self._problem.grid))
 
     def search_offload(self) -> None:
         """Search the variants with offload that may be faster than the plan found, if any."""
-        job, found = self._job, self.found
+        problem, found = self._problem, self.found
         seconds = found.best.seconds if found.best is not None else float("inf")
-        add_offload_variants(job, seconds, self._is_among(job.grid))
+        add_offload_variants(problem, seconds, self._is_among(problem.grid))
         # Some may have been added before, for a search among other configurations.
-        among = self._is_among(job.grid) & (job.grid["offload"] != 0)
+        among = self._is_among(problem.grid) & (problem.grid["offload"] != 0)
         if not self.has_offload or not among.any():
             return
         if found.best is not None:
             among[found.best.row] = True
-        self.found = _together(found, self._run(among))
+        self.found = _merged(found, self._run(among))
 
     def _run(self, among: NDArray[np.bool_]) -> SearchResult:
-        job, numbers = self._job, self._job.usual
-        is_alone = numbers.grid["pp"] == 1
+        problem, table = self._problem, self._problem.table
+        is_alone = table.grid["pp"] == 1
         return search(
-            numbers,
-            job.capacity,
-            partial(job.measure, numbers),
+            table,
+            problem.capacity,
+            partial(problem.measure, table),
             # A guess for a pipeline takes as long as the estimate itself.
             guess=lambda candidate: (
-                job.guess(numbers, candidate) if is_alone[candidate.row] else None
+                problem.guess(table, candidate) if is_alone[candidate.row] else None
             ),
-            is_over=partial(job.is_over, numbers),
-            taken=job.taken,
+            is_over=partial(problem.is_over, table),
+            taken=problem.taken,
             among=among,
             deadline=self._deadline,
             is_stopped=self._is_stopped,
         )
 
 
-def _only(numbers: CostTable, some: NDArray[np.bool_], found: SearchResult) -> CostTable:
+def _restricted(table: CostTable, some: NDArray[np.bool_], found: SearchResult) -> CostTable:
     """Return the cost table restricted to some configurations and to that of the best plan.
 
     Args:
-        numbers: The cost table.
+        table: The cost table.
         some: [configs] mask of the configurations to keep.
         found: The result so far.
     """
     kept = some.copy()
     if found.best is not None:
         kept[found.best.row] = True
-    return replace(numbers, seconds=np.where(kept[:, None, None], numbers.seconds, np.inf))
+    return replace(table, seconds=np.where(kept[:, None, None], table.seconds, np.inf))
 
 
-def _together(one: SearchResult, two: SearchResult) -> SearchResult:
+def _merged(one: SearchResult, two: SearchResult) -> SearchResult:
     """Merge the results of two searches; the second space includes the best plan of the first."""
     return replace(
         two,
@@ -200,15 +200,15 @@ def _together(one: SearchResult, two: SearchResult) -> SearchResult:
 
 
 def add_offload_variants(
-    job: PlanningProblem, seconds: float = float("inf"), among: NDArray[np.bool_] | None = None
+    problem: PlanningProblem, seconds: float = float("inf"), among: NDArray[np.bool_] | None = None
 ) -> bool:
     """Add the configurations with offload that may be faster than the best plan so far.
 
-    Afterwards `job.num_configs` counts all variants, excluded or not. Without `among`, only the
+    Afterwards `problem.num_configs` counts all variants, excluded or not. Without `among`, only the
     first call for a problem adds configurations.
 
     Args:
-        job: The problem. Its grid grows.
+        problem: The problem. Its grid grows.
         seconds: Step seconds of the best plan so far; infinite if there is none.
         among: [configs] mask of the configurations whose variants are added, as far as the grid
             does not have them yet; None for all configurations.
@@ -216,35 +216,35 @@ def add_offload_variants(
     Returns:
         True if configurations were added.
     """
-    free = job.free
-    if 0 not in free.offload or len(free.offload) == 1 or (among is None and job.is_widened):
+    free = problem.free
+    if 0 not in free.offload or len(free.offload) == 1 or (among is None and problem.is_widened):
         return False
-    numbers = job.usual
+    table = problem.table
     limit = seconds * (1 - TOLERANCE)
-    added, count, num_base = [], 0, job.num_configs
-    base = np.flatnonzero((numbers.grid["offload"] == 0) & (True if among is None else among))
-    for what in free.offload[1:]:
-        at, rows = _offload_variants(numbers.grid[base], what, job)
+    added, count, num_base = [], 0, problem.num_configs
+    base = np.flatnonzero((table.grid["offload"] == 0) & (True if among is None else among))
+    for offload in free.offload[1:]:
+        at, rows = _offload_variants(table.grid[base], offload, problem)
         at = base[at]
-        if job.is_widened:  # `num_configs` counts all variants already.
-            is_new = _is_new(rows, numbers.grid)
+        if problem.is_widened:  # `num_configs` counts all variants already.
+            is_new = _is_new(rows, table.grid)
             at, rows = at[is_new], rows[is_new]
         else:
             count += len(rows)
         if not len(rows):
             continue
-        hopeful = _bounds(job, numbers, at, what) < limit
-        is_held = _host_least(job, rows, what) <= host_limit(job.spec.hardware)
-        if hopeful.any() and not (hopeful & is_held).any():
-            job.reject(Rejected(f"offload={_words(what)}", too_much_there(job.spec)))
-        hopeful &= is_held
-        if hopeful.any() and (why := _refused(job, what)):
-            job.reject(why)
-            count -= 0 if job.is_widened else len(rows)
-        elif hopeful.any():
-            added.append(_allowed(job, rows[hopeful], what))
-    rows = np.concatenate(added) if added else numbers.grid[:0]
-    job.extend(rows, num_base + count)
+        may_be_faster = _bounds(problem, table, at, offload) < limit
+        fits_host = _least_host_bytes(problem, rows, offload) <= host_limit(problem.spec.hardware)
+        if may_be_faster.any() and not (may_be_faster & fits_host).any():
+            problem.reject(Rejected(f"offload={_words(offload)}", too_much_on_host(problem.spec)))
+        may_be_faster &= fits_host
+        if may_be_faster.any() and (why := _refused(problem, offload)):
+            problem.reject(why)
+            count -= 0 if problem.is_widened else len(rows)
+        elif may_be_faster.any():
+            added.append(_allowed(problem, rows[may_be_faster], offload))
+    rows = np.concatenate(added) if added else table.grid[:0]
+    problem.extend(rows, num_base + count)
     return bool(len(rows))
 
 
@@ -255,7 +255,7 @@ def _is_new(rows: NDArray[np.void], grid: NDArray[np.void]) -> NDArray[np.bool_]
 
 
 def _offload_variants(
-    grid: NDArray[np.void], what: int, job: PlanningProblem
+    grid: NDArray[np.void], offload: int, problem: PlanningProblem
 ) -> tuple[Counts, NDArray[np.void]]:
     """Return the configurations that can offload, and their variants with offload.
 
@@ -264,121 +264,123 @@ def _offload_variants(
 
     Args:
         grid: Configurations without offload.
-        what: Value of the grid's `offload`.
-        job: The problem.
+        offload: Value of the grid's `offload`.
+        problem: The problem.
 
     Returns:
         (indices into `grid`, one variant with offload for each).
     """
-    free = job.free
-    if what & ACTIVATIONS_THERE and RECOMPUTE.index("full") not in free.recompute:
+    free = problem.free
+    if offload & ACTIVATIONS_ON_HOST and RECOMPUTE.index("full") not in free.recompute:
         return np.zeros(0, dtype=np.int64), grid[:0]
     can_be, alone = np.ones(len(grid), dtype=bool), np.zeros(len(grid), dtype=bool)
-    if what & PARAMS_THERE:
+    if offload & PARAMS_ON_HOST:
         can_be = grid["mode"] != _DDP
         alone = ~can_be & (grid["dp_replicate"] == 1) & (grid["dp_shard"] == 1)
         alone &= (grid["cp"] == 1) & (_SHARD in free.modes) & (not free.hybrid)
         alone &= free.world > 1  # The grid of a single device has these configurations already.
     at = np.flatnonzero(can_be | alone)
     rows = grid[at].copy()
-    rows["offload"] = what
+    rows["offload"] = offload
     rows["mode"] = np.where(alone[at], _SHARD, rows["mode"])
     return at, rows
 
 
-def _bounds(job: PlanningProblem, numbers: CostTable, at: Counts, what: int) -> Floats:
+def _bounds(problem: PlanningProblem, table: CostTable, at: Counts, offload: int) -> Floats:
     """Return lower bounds on the step seconds of the variants of some configurations.
 
     Args:
-        job: The problem.
-        numbers: The cost table without offload.
+        problem: The problem.
+        table: The cost table without offload.
         at: Indices of the configurations.
-        what: Value of the grid's `offload`.
+        offload: Value of the grid's `offload`.
     """
-    grid, seconds = numbers.grid[at], numbers.seconds[at]
+    grid, seconds = table.grid[at], table.seconds[at]
     more = np.zeros(len(at))
-    count = numbers.counts
+    count = table.counts
     for at_cut in cuts_of(grid):
-        mine = at_cut.rows(grid)
-        more[mine] = _more(job, grid[mine], what, at_cut)
-    if what & ACTIVATIONS_THERE:
-        has_choice = np.array([bool(name) for name in numbers.names])
-        blocks = np.isin(np.arange(len(count)), np.array(numbers.order)[has_choice])
+        own_rows = at_cut.rows(grid)
+        more[own_rows] = _extra_seconds(problem, grid[own_rows], offload, at_cut)
+    if offload & ACTIVATIONS_ON_HOST:
+        has_choice = np.array([bool(name) for name in table.names])
+        blocks = np.isin(np.arange(len(count)), np.array(table.order)[has_choice])
         offered = _FULL[None] | ~blocks[:, None]
         seconds = np.where(offered[None], seconds, np.inf)
     there = count > 0
     fastest = seconds.min(axis=2)[:, there]
     can_be = np.isfinite(fastest).all(axis=1)
     fastest = np.where(can_be[:, None], fastest, 0.0)
-    least = step_seconds(numbers, fastest @ count[there] + more, fastest.max(axis=1), at)
+    least = step_seconds(table, fastest @ count[there] + more, fastest.max(axis=1), at)
     return np.where(can_be, least, np.inf)
 
 
-def _host_least(job: PlanningProblem, rows: NDArray[np.void], what: int) -> Floats:
+def _least_host_bytes(problem: PlanningProblem, rows: NDArray[np.void], offload: int) -> Floats:
     """Return [configs] lower bounds on the host bytes of the fullest node: the mean over nodes."""
     out = np.zeros(len(rows))
-    if not what & PARAMS_THERE:
+    if not offload & PARAMS_ON_HOST:
         return out
-    sizes, world = element_bytes_of(job.trial), job.question.cluster.num_gpus
-    per_node = min(world, job.question.cluster.gpus_per_node)
+    sizes, world = element_bytes_of(problem.trial), problem.request.cluster.num_gpus
+    per_node = min(world, problem.request.cluster.gpus_per_node)
     for at_cut in cuts_of(rows):
-        mine = at_cut.rows(rows)
-        chain = job.chain_at(*at_cut)
+        own_rows = at_cut.rows(rows)
+        chain = problem.chain_at(*at_cut)
         for number, many in zip(*np.unique(chain.order, return_counts=True), strict=True):
             kind = chain.kinds[number]
-            kept = share(rows[mine], kind) * sizes.stored
-            kept += share(rows[mine], trained(kind)) * (sizes.stored + sizes.states)
-            out[mine] += many * kept * per_node / rows["pp"][mine]
+            kept = share(rows[own_rows], kind) * sizes.stored
+            kept += share(rows[own_rows], trained(kind)) * (sizes.stored + sizes.states)
+            out[own_rows] += many * kept * per_node / rows["pp"][own_rows]
     return out
 
 
-def _more(job: PlanningProblem, grid: NDArray[np.void], what: int, cut: ProgramKey) -> Floats:
+def _extra_seconds(
+    problem: PlanningProblem, grid: NDArray[np.void], offload: int, cut: ProgramKey
+) -> Floats:
     """Return [configs] extra seconds per microbatch, of all blocks together, with offload."""
-    chain, profile = job.chain_at(*cut), job.profile
-    per_node = job.question.cluster.gpus_per_node
-    widths = widths_of(job.spec.precision, job.dtype)
+    chain, profile = problem.chain_at(*cut), problem.profile
+    per_node = problem.request.cluster.gpus_per_node
+    widths = widths_of(problem.spec.precision, problem.dtype)
     out = np.zeros(len(grid))
     for number, many in zip(*np.unique(chain.order, return_counts=True), strict=True):
         kind = chain.kinds[number]
-        if what & PARAMS_THERE:
+        if offload & PARAMS_ON_HOST:
             once = updates_more_s(grid, kind, profile, per_node, widths)
             out += many * once / grid["microbatches"]
-        if what & ACTIVATIONS_THERE and kind.has_options:
+        if offload & ACTIVATIONS_ON_HOST and kind.has_options:
             out += many * entered_s(grid, kind, profile)
     return out
 
 
-def _allowed(job: PlanningProblem, rows: NDArray[np.void], what: int) -> NDArray[np.void]:
+def _allowed(problem: PlanningProblem, rows: NDArray[np.void], offload: int) -> NDArray[np.void]:
     """Return the variants whose pp and ep allow offload; reject the others.
 
     Only the smallest size of an axis is tried: if it does not allow offload, larger sizes do not.
     """
     for axis, where in (("pp", " in a pipeline"), ("ep", " where experts are spread")):
         spread = rows[axis] > 1
-        if not spread.any() or (axis == "pp" and not what & PARAMS_THERE):
+        if not spread.any() or (axis == "pp" and not offload & PARAMS_ON_HOST):
             continue
-        if why := _refused(job, what, where, **{axis: int(rows[axis][spread].min())}):
-            job.reject(why)
+        if why := _refused(problem, offload, where, **{axis: int(rows[axis][spread].min())}):
+            problem.reject(why)
             rows = rows[~spread]
     return rows
 
 
 def _refused(
-    job: PlanningProblem, what: int, where: str = "", *, pp: int = 1, ep: int = 1
+    problem: PlanningProblem, offload: int, where: str = "", *, pp: int = 1, ep: int = 1
 ) -> Rejected | None:
     """Try this offload on the model, and return the rejection; None if the model allows it.
 
     Args:
-        job: The problem.
-        what: Value of the grid's `offload`.
+        problem: The problem.
+        offload: Value of the grid's `offload`.
         where: Words that follow the offload in the rejection, such as " in a pipeline".
         pp: Size of pp; for more than two stages, two are tried.
         ep: Size of ep.
     """
-    trial = with_offload(job.spec, what, pp=min(pp, 2), ep=ep, experts=job.free.experts)
-    why = job.refuses(trial)
-    return Rejected(f"offload={_words(what)}{where}", why) if why else None
+    trial = with_offload(problem.spec, offload, pp=min(pp, 2), ep=ep, experts=problem.free.experts)
+    why = problem.refuses(trial)
+    return Rejected(f"offload={_words(offload)}{where}", why) if why else None
 
 
-def _words(what: int) -> str:
-    return next(word for word, value in WORDS.items() if value == what)
+def _words(offload: int) -> str:
+    return next(word for word, value in WORDS.items() if value == offload)

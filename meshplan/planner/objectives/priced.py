@@ -16,24 +16,24 @@ from meshplan.planner.space.space import Rejected, UnsearchedError
 from meshplan.planner.tables.whole_plan import Costed
 
 
-def is_priced(question: PlanRequest) -> bool:
+def is_priced(request: PlanRequest) -> bool:
     """Return True if a live model's plan can be priced as stated but not searched."""
-    traced, spec = question.traced, question.read(())
+    traced, spec = request.traced, request.read(())
     return traced is not None and traced.is_priced(spec) and bool(traced.refuses(spec))
 
 
-def price(question: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
+def price(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
     """Return a decision whose only plan is the stated one, with its memory and step time.
 
     Args:
-        question: The request, of a live model.
+        request: The request, of a live model.
         report: Called with lines on the progress.
 
     Raises:
         UnsearchedError: The plan does not fit.
         PlanError: The plan leaves something open, or the cost model has no figures for it.
     """
-    began, spec, traced = time.monotonic(), question.read(()), question.traced
+    began, spec, traced = time.monotonic(), request.read(()), request.traced
     assert traced is not None
     why = traced.refuses(spec)
     if spec.free_fields:
@@ -44,7 +44,7 @@ def price(question: PlanRequest, report: Callable[[str], None] = lambda text: No
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
     report("1 configuration")
     found = traced.priced(spec)
-    plan, memory, cluster = found.plan, found.memory, question.cluster
+    plan, memory, cluster = found.plan, found.memory, request.cluster
     if not memory.fits:
         left = left_in_words(memory.worst.band[1], memory.limit_bytes)
         fix = (
@@ -56,7 +56,7 @@ def price(question: PlanRequest, report: Callable[[str], None] = lambda text: No
             ),
             (Rejected("other plans", why),),
         )
-    costed = Costed(plan, cluster, question.profile, found.chain)
+    costed = Costed(plan, cluster, request.profile, found.chain)
     evaluated = Evaluated(stated={}, seconds=costed.seconds, plan=plan, memory=memory)
     samples = (plan.micro or 0) * plan.accumulate * plan.num_data_ranks
     flops = found.flops * samples
@@ -76,9 +76,9 @@ def price(question: PlanRequest, report: Callable[[str], None] = lambda text: No
         tokens=samples * (spec.batch.seq_len or 0),
         flops=flops,
         profile=costed.profile,
-        limit_bytes=question.limit_bytes,
-        objective=question.objective,
-        profile_path=question.profile_path,
+        limit_bytes=request.limit_bytes,
+        objective=request.objective,
+        profile_path=request.profile_path,
         bounds=(Bound(evaluated.seconds, memory.worst.band[1]),),
         measured=(evaluated,),
     )

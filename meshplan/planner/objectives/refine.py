@@ -31,7 +31,7 @@ _MOST_LABELS: Final = 2000
 
 
 def refine(
-    job: PlanningProblem, numbers: CostTable, found: SearchResult, deadline: float | None = None
+    problem: PlanningProblem, table: CostTable, found: SearchResult, deadline: float | None = None
 ) -> None:
     """Look for a faster plan among the configurations with the lowest time bounds.
 
@@ -39,29 +39,33 @@ def refine(
     of one kind. Configurations with pp are skipped.
 
     Args:
-        job: The problem.
-        numbers: The cost table that was searched.
+        problem: The problem.
+        table: The cost table that was searched.
         found: The result of the search. A faster plan replaces its `best` and `measured`.
         deadline: Value of `time.monotonic()` at which to stop; None for no limit.
     """
-    kinds, turns = job.chain.kinds, job.chain.turns
-    is_told = any(turns)
+    kinds, backward_bytes = problem.chain.kinds, problem.chain.backward_bytes
+    is_recorded = any(backward_bytes)
     is_proved = found.best is not None and found.gap <= TOLERANCE
-    if sum(kind.has_options for kind in kinds) < 2 or not is_told or not found.is_whole:
+    if sum(kind.has_options for kind in kinds) < 2 or not is_recorded or not found.is_whole:
         return
     if is_proved or (found.measured is not None and found.measured.is_of_row):
         return
-    times = time_bounds(numbers)
+    times = time_bounds(table)
     rows = [int(row) for row in np.argsort(times, kind="stable") if np.isfinite(times[row])]
     for row in rows[:_MOST_ROWS]:
         if found.best is not None and times[row] >= found.best.seconds * (1 - TOLERANCE):
             return
-        if row not in found.refused and numbers.grid["pp"][row] == 1:
-            _improve(job, numbers, found, row, deadline)
+        if row not in found.refused and table.grid["pp"][row] == 1:
+            _improve(problem, table, found, row, deadline)
 
 
 def _improve(
-    job: PlanningProblem, numbers: CostTable, found: SearchResult, row: int, deadline: float | None
+    problem: PlanningProblem,
+    table: CostTable,
+    found: SearchResult,
+    row: int,
+    deadline: float | None,
 ) -> None:
     """Replace the best plan by one of this configuration, if it is faster and fits."""
     excess = {0: 0.0, 1: 0.0}
@@ -69,94 +73,110 @@ def _improve(
     for _ in range(_MOST_TRIES):
         below = found.best.seconds * (1 - TOLERANCE) if found.best else float("inf")
         answers = [
-            (back, *answer)
-            for back in (0, 1)
-            if (answer := _solve(job, numbers, row, back, job.capacity - excess[back], below))
+            (reshard, *answer)
+            for reshard in (0, 1)
+            if (
+                answer := _solve(
+                    problem, table, row, reshard, problem.capacity - excess[reshard], below
+                )
+            )
         ]
         if not answers or (deadline is not None and time.monotonic() > deadline):
             return
-        back, candidate, held = min(answers, key=lambda answer: answer[1].seconds)
+        reshard, candidate, peak = min(answers, key=lambda answer: answer[1].seconds)
         found.num_measured += 1
-        measured = job.measure(numbers, candidate)
+        measured = problem.measure(table, candidate)
         if measured.why:
             return
         if measured.fits:
             found.best, found.measured = candidate, measured
             return
-        over = measured.excess_bytes + candidate.linear_bytes[0] - held
-        excess[back] = max(over, excess[back] + 1)
+        over = measured.excess_bytes + candidate.linear_bytes[0] - peak
+        excess[reshard] = max(over, excess[reshard] + 1)
 
 
 def _solve(
-    job: PlanningProblem, numbers: CostTable, row: int, back: int, room: float, below: float
+    problem: PlanningProblem,
+    table: CostTable,
+    row: int,
+    reshard: int,
+    capacity: float,
+    below: float,
 ) -> tuple[Candidate, float] | None:
     """Choose the fastest options of all blocks whose peak memory stays within some bytes.
 
     Args:
-        job: The problem.
-        numbers: The cost table.
+        problem: The problem.
+        table: The cost table.
         row: Index of a configuration without pp.
-        back: 1 if the blocks' parameters are freed after forward, 0 if they stay gathered.
-        room: Bytes that the rank may use at any time.
+        reshard: 1 if the blocks' parameters are freed after forward, 0 if they stay gathered.
+        capacity: Bytes that the rank may use at any time.
         below: Seconds that the step must beat.
 
     Returns:
         (the candidate, its peak bytes); None if there is no such choice.
     """
-    config, turns = numbers.grid[row], job.chain.turns
+    config, backward_bytes = table.grid[row], problem.chain.backward_bytes
     micro, microbatches = float(config["micro"]), float(config["microbatches"])
-    seconds, saved, resident = (a[row] for a in (numbers.seconds, numbers.saved, numbers.resident))
+    seconds, saved, resident = (a[row] for a in (table.seconds, table.saved, table.resident))
     offered = []
-    fixed = float(numbers.last_stage_extra_bytes[row])
-    for place, kind in enumerate(numbers.order):
+    fixed = float(table.last_stage_extra_bytes[row])
+    for place, kind in enumerate(table.order):
         may = [o for o in map(int, np.flatnonzero(np.isfinite(seconds[kind])))
-               if not turns[place] or OPTIONS[o][1] == back]  # fmt: skip
+               if not backward_bytes[place] or OPTIONS[o][1] == reshard]  # fmt: skip
         if not may:
             return None
         offered.append(may)
         fixed += float(resident[kind, may].min())
-        fixed += 0.0 if turns[place] else float(saved[kind, may[0]])
+        fixed += 0.0 if backward_bytes[place] else float(saved[kind, may[0]])
     taken, kept, most = np.zeros(1), np.zeros(1), np.zeros(1)
     layers: list[tuple[Counts, Counts]] = []
     """For each place, the index of each label's predecessor and the option that it added."""
-    for place, kind in enumerate(numbers.order):
+    for place, kind in enumerate(table.order):
         options = np.array(offered[place], dtype=np.int64)
         own = (
-            np.array([turns[place][OPTIONS[o][0]] if turns[place] else 0.0 for o in options])
+            np.array(
+                [
+                    backward_bytes[place][OPTIONS[o][0]] if backward_bytes[place] else 0.0
+                    for o in options
+                ]
+            )
             * micro
         )
-        more = saved[kind, options] if turns[place] else np.zeros(len(options))
+        more = saved[kind, options] if backward_bytes[place] else np.zeros(len(options))
         worst = np.maximum(most[:, None], kept[:, None] + own[None])
-        at = np.flatnonzero((fixed + worst <= room).ravel())
+        at = np.flatnonzero((fixed + worst <= capacity).ravel())
         time_s = (taken[:, None] + seconds[kind, options][None]).ravel()[at]
-        held = (kept[:, None] + more[None]).ravel()[at]
+        saved_so_far = (kept[:, None] + more[None]).ravel()[at]
         # Keep labels that save fewer bytes than all faster labels; thin them out if too many.
-        order = np.lexsort((held, time_s))
-        least = np.minimum.accumulate(held[order]) if len(order) else held
-        order = order[np.append(True, held[order][1:] < least[:-1])] if len(order) else order
+        order = np.lexsort((saved_so_far, time_s))
+        least = np.minimum.accumulate(saved_so_far[order]) if len(order) else saved_so_far
+        order = (
+            order[np.append(True, saved_so_far[order][1:] < least[:-1])] if len(order) else order
+        )
         if len(order) > _MOST_LABELS:
             order = order[np.linspace(0, len(order) - 1, _MOST_LABELS).astype(np.int64)]
         if not len(order):
             return None
         at = at[order]
-        taken, kept, most = time_s[order], held[order], worst.ravel()[at]
+        taken, kept, most = time_s[order], saved_so_far[order], worst.ravel()[at]
         parents: Counts = (at // len(options)).astype(np.int64)
         layers.append((parents, options[at % len(options)]))
-    fit = np.flatnonzero(fixed + np.maximum(most, kept) <= room)
+    fit = np.flatnonzero(fixed + np.maximum(most, kept) <= capacity)
     if not len(fit):
         return None
     # Labels are sorted by time, so the first one that fits is the fastest.
     label = int(fit[0])
-    step = microbatches * float(taken[label]) + float(numbers.once_s[row])
+    step = microbatches * float(taken[label]) + float(table.once_s[row])
     if step >= below:
         return None
     peak = fixed + float(max(most[label], kept[label]))
     option_counts = np.zeros(seconds.shape, dtype=np.int64)
-    for kind, (before, took) in reversed([*zip(numbers.order, layers, strict=True)]):
+    for kind, (before, took) in reversed([*zip(table.order, layers, strict=True)]):
         option_counts[kind, took[label]] += 1
         label = int(before[label])
     chosen = option_counts > 0
-    linear = float((option_counts[chosen] * numbers.menu(row, 1.0).memory[chosen]).sum())
-    linear += numbers.on_top(row, 0)
+    linear = float((option_counts[chosen] * table.menu(row, 1.0).memory[chosen]).sum())
+    linear += table.extra_bytes(row, 0)
     rows = tuple(tuple(map(int, counts)) for counts in option_counts)
-    return Candidate(row, step, (0, len(numbers.order)), (rows,), (float(linear),)), peak
+    return Candidate(row, step, (0, len(table.order)), (rows,), (float(linear),)), peak

@@ -51,13 +51,13 @@ class Simplifier:
     """Choose among the configurations that a search found within `SLACK` of the best plan.
 
     Args:
-        job: The problem.
-        numbers: The cost table that was searched.
+        problem: The problem.
+        table: The cost table that was searched.
         found: The result of the search.
     """
 
-    def __init__(self, job: PlanningProblem, numbers: CostTable, found: SearchResult) -> None:
-        self._job, self._numbers, self._found = job, numbers, found
+    def __init__(self, problem: PlanningProblem, table: CostTable, found: SearchResult) -> None:
+        self._problem, self._cost_table, self._found = problem, table, found
         self._only: dict[tuple[int, Options], CostTable] = {}
         self._excess: dict[tuple[int, tuple[Allocator, ...]], float] = {}
         """{(configuration, allocators): excess bytes of the last candidate}."""
@@ -76,8 +76,8 @@ class Simplifier:
         tries = self._simpler(self._complexity(found.best, best.plan.spec.allocator))
         chosen = next(self._that_fit(tries, _MOST_SIMPLER), best)
         everything = (True,) * len(OPTIONS)
-        keep = int(self._job.spec.solve.get("keep", KEEP))
-        every = self._job.free.allocators
+        keep = int(self._problem.spec.solve.get("keep", KEEP))
+        every = self._problem.free.allocators
         rows = itertools.islice(self._one_of_a_mesh(), _MOST_MESHES)
         near = (Try(row, everything, every) for row in rows)
         more = max(keep - (best.stated != chosen.stated), 0)
@@ -105,7 +105,7 @@ class Simplifier:
                 yield candidate.row
 
     def _mesh(self, row: int) -> tuple[int, ...]:
-        return tuple(int(self._job.grid[row][axis]) for axis in AXES)
+        return tuple(int(self._problem.grid[row][axis]) for axis in AXES)
 
     def _simpler(self, simplest: tuple[float, ...]) -> Iterator[Try]:
         """Yield the tries that are simpler than the best plan, simplest first.
@@ -120,7 +120,7 @@ class Simplifier:
         """
         waiting: list[tuple[tuple[float, ...], int, Try]] = []
         rows = (candidate.row for candidate in self._found.near)
-        alone = [(each,) for each in self._job.free.allocators]
+        alone = [(each,) for each in self._problem.free.allocators]
         for row, some in itertools.product(rows, alone):
             if (own := self._of_row(row, *some)) > simplest[: len(own)]:
                 continue
@@ -139,7 +139,7 @@ class Simplifier:
 
     def _known_excess(self, each: Try) -> float:
         """Return the known excess bytes of a try: of its last candidate or its configuration."""
-        known = self._found.excess.get(each.row, self._job.taken(each.row))
+        known = self._found.excess.get(each.row, self._problem.taken(each.row))
         return self._excess.get((each.row, each.allocators), known)
 
     def _solve(self, each: Try) -> Candidate | None:
@@ -149,11 +149,11 @@ class Simplifier:
         """
         found, (row, options, _) = self._found, each
         assert found.best is not None
-        room = self._job.capacity - self._known_excess(each)
+        capacity = self._problem.capacity - self._known_excess(each)
         limit = found.best.seconds * (1 + SLACK)
         if (row, options) not in self._only:
-            self._only[row, options] = self._numbers.only(row, options)
-        one = solve_config(self._only[row, options], 0, room, limit)
+            self._only[row, options] = self._cost_table.only(row, options)
+        one = solve_config(self._only[row, options], 0, capacity, limit)
         return replace(one, row=row) if one is not None else None
 
     def _that_fit(self, tries: Iterable[Try], most: int) -> Iterator[Evaluated]:
@@ -163,21 +163,21 @@ class Simplifier:
             tries: The tries.
             most: Number of memory estimates that may be made.
         """
-        found, job, numbers = self._found, self._job, self._numbers
+        found, problem, table = self._found, self._problem, self._cost_table
         for each in tries:
             guesses, key = 0, (each.row, each.allocators)
-            while most > 0 and not job.question.is_stopped():
+            while most > 0 and not problem.request.is_stopped():
                 one = self._solve(each)
                 if one is None:
                     break
                 guesses += 1
                 few = guesses <= _MOST_GUESSES
-                guess = job.guess(numbers, one, each.allocators) if few else None
-                if guess and max(one.linear_bytes) + guess.excess_bytes > job.capacity:
+                guess = problem.guess(table, one, each.allocators) if few else None
+                if guess and max(one.linear_bytes) + guess.excess_bytes > problem.capacity:
                     known = self._known_excess(each)
                     self._excess[key] = max(guess.excess_bytes, known * _MORE, 1.0)
                     continue
-                measured = job.measure(numbers, one, allocators=each.allocators)
+                measured = problem.measure(table, one, allocators=each.allocators)
                 found.num_measured += 1
                 most -= 1
                 if measured.fits:
@@ -198,7 +198,7 @@ class Simplifier:
         """
         blocks = {
             (b.recompute, b.reshard)
-            for stage in self._job.blocks(self._numbers, candidate)
+            for stage in self._problem.blocks(self._cost_table, candidate)
             for b in stage
         }
         row = candidate.row
@@ -206,11 +206,11 @@ class Simplifier:
         return *own, len(blocks), self._virtual(row), candidate.seconds
 
     def _virtual(self, row: int) -> int:
-        return int(self._job.grid[row]["virtual"])
+        return int(self._problem.grid[row]["virtual"])
 
     def _of_row(self, row: int, allocator: str) -> tuple[int, int, int]:
         """Return counts: (offloaded categories, axes larger than 1, settings for memory alone)."""
-        config = self._job.grid[row]
+        config = self._problem.grid[row]
         spread = sum(int(config[axis] > 1) for axis in AXES)
         # FSDP over one rank counts like an axis, since it is less simple than no wrapper.
         shards = config["mode"] != _DDP and not spread and not config["offload"]
@@ -221,6 +221,6 @@ class Simplifier:
 def _sets_of_options() -> Iterator[Options]:
     """Yield every set of recompute settings, each with reshard off, on, and free."""
     for size in range(1, len(RECOMPUTE) + 1):
-        for again in itertools.combinations(range(len(RECOMPUTE)), size):
+        for modes in itertools.combinations(range(len(RECOMPUTE)), size):
             for back in ((0,), (1,), (0, 1)):
-                yield tuple(r in again and s in back for r, s in OPTIONS)
+                yield tuple(r in modes and s in back for r, s in OPTIONS)

@@ -16,16 +16,16 @@ _OF_MODULES: Final = "the cost model has no figures for offload of single module
 _NOT_COMPOSED: Final = "what a live model offloads is not composed of traced pieces"
 
 
-def why_not_allowed(trial: Spec, question: PlanRequest, chains: Chains) -> str:
+def why_not_allowed(trial: Spec, request: PlanRequest, chains: Chains) -> str:
     """Return why the planner cannot use a trial spec; "" if it can.
 
     Args:
         trial: A spec that changes one choice, to find out if the model allows it.
-        question: The request that the trial belongs to.
+        request: The request that the trial belongs to.
         chains: The block costs of that request. A trial with tp is refused if the costs of its
             blocks cannot be derived.
     """
-    few, traced = question.few or question.graph, question.traced
+    few, traced = request.few or request.graph, request.traced
     if any(rule.offload for rule in trial.rules):
         return _OF_MODULES
     if traced is not None and trial.offload != Offload():
@@ -42,7 +42,7 @@ def why_not_allowed(trial: Spec, question: PlanRequest, chains: Chains) -> str:
         if not problems and plan.mesh.size("tp") > 1:
             chains.of(plan)
         elif not problems:
-            check_analytic(plan, device=question.device)
+            check_analytic(plan, device=request.device)
     except PlanError as error:
         problems = list(error.problems)
     return problems[0].what if problems else ""

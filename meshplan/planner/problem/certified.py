@@ -13,7 +13,7 @@ from meshplan.planner.problem.decision import Evaluated, PlanRequest
 OVER: Final = "a trace of the model with this plan holds more than its config tells"
 
 
-def certify_plan(question: PlanRequest, evaluated: Evaluated) -> Evaluated | None:
+def certify_plan(request: PlanRequest, evaluated: Evaluated) -> Evaluated | None:
     """Return the plan with its memory as a trace of the model gives it; None if it does not fit.
 
     Without a model to trace, or if tracing fails, the plan keeps its estimate, and with ep the
@@ -21,17 +21,17 @@ def certify_plan(question: PlanRequest, evaluated: Evaluated) -> Evaluated | Non
     estimate's notes.
 
     Args:
-        question: The request that the plan answers.
+        request: The request that the plan answers.
         evaluated: The plan that was chosen.
     """
-    if question.traced is not None:
-        memory = question.traced.certify(evaluated.plan)
-    elif question.certify is not None:
-        found = question.certify(question.read(overrides(evaluated.stated)))
+    if request.traced is not None:
+        memory = request.traced.certify(evaluated.plan)
+    elif request.certify is not None:
+        found = request.certify(request.read(overrides(evaluated.stated)))
         if isinstance(found, str):
             note = f"this plan was not certified by a trace of the model: {found}"
-            told = _at_worst(evaluated).memory
-            return replace(evaluated, memory=replace(told, notes=(*told.notes, note)))
+            estimate = _at_worst(evaluated).memory
+            return replace(evaluated, memory=replace(estimate, notes=(*estimate.notes, note)))
         memory = found
     else:
         return _at_worst(evaluated)

@@ -47,7 +47,7 @@ class Chains:
     """The chains of one request, computed on first use.
 
     Args:
-        question: The request.
+        request: The request.
         spec: The spec of the plan file.
         element_bytes: Returns the bytes of one element of the compute dtype. Called when the first
             chain is derived.
@@ -57,17 +57,17 @@ class Chains:
 
     def __init__(
         self,
-        question: PlanRequest,
+        request: PlanRequest,
         spec: Spec,
         *,
         element_bytes: Callable[[], int],
         cuts: Callable[[int], tuple[bool, bool]],
     ) -> None:
-        self._spec, self._graph, self._traced = spec, question.graph, question.traced
-        self._few = question.few or question.graph
+        self._spec, self._graph, self._traced = spec, request.graph, request.traced
+        self._few = request.few or request.graph
         self._element_bytes, self._cuts = element_bytes, cuts
         self._known: dict[_ChainKey, Chain] = {}
-        self._read_before = question.chains
+        self._read_before = request.chains
 
     def at(self, tp: int, ep: int, loss_chunks: int | None = None) -> Chain:
         """Return the chain for these sizes: the block costs of one rank of the tp and ep groups.

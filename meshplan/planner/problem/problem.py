@@ -55,7 +55,7 @@ class PlanningProblem:
     "Excess bytes" are the difference between an estimate of the memory package and these bounds.
 
     Args:
-        question: The request.
+        request: The request.
         free: The choices that are open; None derives them from the plan file and the model.
 
     Attributes:
@@ -68,29 +68,29 @@ class PlanningProblem:
         PlanError: The batch or the fixed choices of the plan file cannot be planned.
     """
 
-    def __init__(self, question: PlanRequest, free: Freedom | None = None) -> None:
-        self.question = question
-        self.spec = question.read(())
-        self._traced = question.traced
-        self._graph = question.graph
-        self._few = question.few or question.graph
+    def __init__(self, request: PlanRequest, free: Freedom | None = None) -> None:
+        self.request = request
+        self.spec = request.read(())
+        self._traced = request.traced
+        self._graph = request.graph
+        self._few = request.few or request.graph
         check_all(
             lambda: check_batch(self.spec, reads_tokens=self._traced is None),
             lambda: check_fixed_choices(self.spec),
             lambda: self.profile,
         )
         self._chains = Chains(
-            question,
+            request,
             self.spec,
             element_bytes=lambda: element_bytes_of(self.trial).computed,
             cuts=lambda tp: (self.free.sequence_parallel[tp], self.free.loss_parallel[tp]),
         )
-        self._driver = driver_bytes(question.device, ()).high
+        self._driver = driver_bytes(request.device, ()).high
         self.measured: list[Evaluated] = []
         self._known: dict[tuple[object, ...], ReplayedMemory] = {}
         self._over: set[str] = set()
         self.is_widened, self._num_configs = False, 0
-        self.allow(question.limit_bytes)
+        self.allow(request.limit_bytes)
         if free is not None:
             self.free = free
 
@@ -111,7 +111,7 @@ class PlanningProblem:
         Raises:
             PlanError: Something that the plan states cannot be planned, whatever else is chosen.
         """
-        cluster = self.question.cluster
+        cluster = self.request.cluster
         why = self.refuses(with_axes(self.spec, {"dp_shard": 2}))
         if why:
             fix = "leave it out, or state every open key and trace the model with meshplan estimate"
@@ -150,7 +150,7 @@ class PlanningProblem:
 
     def refuses(self, trial: Spec) -> str:
         """Return why the planner cannot use a trial spec; "" if it can."""
-        return why_not_allowed(trial, self.question, self._chains)
+        return why_not_allowed(trial, self.request, self._chains)
 
     @cached_property
     def trial(self) -> Plan:
@@ -203,14 +203,14 @@ class PlanningProblem:
         self.is_widened, self._num_configs = True, num_configs
         if len(rows):
             self.grid = np.concatenate([self.grid, rows])
-            self.usual = self.numbers(self.profile)
+            self.table = self.table_at(self.profile)
 
     def reject(self, what: Rejected) -> None:
         """Add a rejected value to `free.rejected`, once."""
         if what not in self.free.rejected:
             self.free = replace(self.free, rejected=(*self.free.rejected, what))
 
-    def numbers(self, profile: Profile) -> CostTable:
+    def table_at(self, profile: Profile) -> CostTable:
         """Return the cost table of the grid at the speeds of a profile.
 
         Raises:
@@ -222,7 +222,7 @@ class PlanningProblem:
             self.grid,
             self.chain_at,
             profile=profile,
-            gpus_per_node=self.question.cluster.gpus_per_node,
+            gpus_per_node=self.request.cluster.gpus_per_node,
             precision=self.spec.precision,
             dtype=self.dtype,
             sizes=element_bytes_of(self.trial),
@@ -246,9 +246,9 @@ class PlanningProblem:
         return fixed_stages_of(self.spec, self._graph)
 
     @cached_property
-    def usual(self) -> CostTable:
+    def table(self) -> CostTable:
         """The cost table at the speeds of `profile`."""
-        return self.numbers(self.profile)
+        return self.table_at(self.profile)
 
     @cached_property
     def _pins(self) -> Pins:
@@ -257,11 +257,11 @@ class PlanningProblem:
     @cached_property
     def profile(self) -> Profile:
         """Speeds of the machine: measured ones, or those in the tables of known devices."""
-        measured, dtype = self.question.profile, self._compute_dtype
+        measured, dtype = self.request.profile, self._compute_dtype
         try:
             if measured is None:
-                return profile_of(self.question.cluster, dtype=dtype)
-            return measured_for(measured, self.question.cluster, dtype)
+                return profile_of(self.request.cluster, dtype=dtype)
+            return measured_for(measured, self.request.cluster, dtype)
         except PlanError as error:
             at = self.spec.origin("hardware")
             raise PlanError([replace(each, origin=at) for each in error.problems]) from None
@@ -298,33 +298,31 @@ class PlanningProblem:
         """The chain of block costs without tp."""
         return self.chain_at(1)
 
-    def blocks(
-        self, numbers: CostTable, candidate: Candidate
-    ) -> tuple[tuple[BlockChoice, ...], ...]:
+    def blocks(self, table: CostTable, candidate: Candidate) -> tuple[tuple[BlockChoice, ...], ...]:
         """Return the options of every block of a candidate, one tuple for each stage.
 
         Args:
-            numbers: The cost table that the candidate is from.
+            table: The cost table that the candidate is from.
             candidate: A solved configuration.
         """
-        return blocks_of(candidate, numbers.order, numbers.names)
+        return blocks_of(candidate, table.order, table.names)
 
     def stated(
-        self, numbers: CostTable, candidate: Candidate, allocator: Allocator | None = None
+        self, table: CostTable, candidate: Candidate, allocator: Allocator | None = None
     ) -> dict[str, Any]:
         """Return {path: value} statements that turn the plan file into a candidate's plan.
 
         Args:
-            numbers: The cost table that the candidate is from.
+            table: The cost table that the candidate is from.
             candidate: A solved configuration.
             allocator: The allocator setting; None for the first that the plan leaves open.
         """
-        row, stages = self.grid[candidate.row], self.blocks(numbers, candidate)
+        row, stages = self.grid[candidate.row], self.blocks(table, candidate)
         return self._stated(row, stages, allocator)
 
     def measure(
         self,
-        numbers: CostTable,
+        table: CostTable,
         candidate: Candidate,
         *,
         to_the_end: bool = False,
@@ -333,7 +331,7 @@ class PlanningProblem:
         """Estimate a candidate's memory with the memory package's replay.
 
         Args:
-            numbers: The cost table that the candidate is from.
+            table: The cost table that the candidate is from.
             candidate: A solved configuration.
             to_the_end: If True, complete the estimate even if a rank is known not to fit.
             allocators: Allocator settings to try in order; () for all that the plan leaves open.
@@ -342,35 +340,35 @@ class PlanningProblem:
             The estimate with the first allocator setting that fits, or else with the setting
             that needs the fewest bytes.
         """
-        glance = self._glance(numbers, candidate, guesses=False)
-        if not to_the_end and glance is not None and glance.is_over:  # With any allocator.
-            return ReplayedMemory(fits=False, excess_bytes=glance.least_bytes)
+        bound = self._truncated_bound(table, candidate, guesses=False)
+        if not to_the_end and bound is not None and bound.is_over:  # With any allocator.
+            return ReplayedMemory(fits=False, excess_bytes=bound.least_bytes)
         found: list[ReplayedMemory] = []
         for allocator in allocators or self.free.allocators:
             key = candidate.row, candidate.ends, candidate.option_counts, to_the_end, allocator
             if key not in self._known:
-                self._known[key] = self._measure(numbers, candidate, allocator, to_the_end)
+                self._known[key] = self._measure(table, candidate, allocator, to_the_end)
             found.append(self._known[key])
             if found[-1].fits:
                 return found[-1]
         return min(found, key=lambda each: each.excess_bytes)
 
     def _measure(
-        self, numbers: CostTable, candidate: Candidate, allocator: Allocator, to_the_end: bool
+        self, table: CostTable, candidate: Candidate, allocator: Allocator, to_the_end: bool
     ) -> ReplayedMemory:
         """Estimate a candidate's memory with one allocator setting.
 
         Unless `to_the_end`, stop as soon as a rank exceeds the limit.
         """
-        question, stated = self.question, self.stated(numbers, candidate, allocator)
+        request, stated = self.request, self.stated(table, candidate, allocator)
         try:
-            plan = make_plan(question.read(overrides(stated)), self._graph)
-            links = self._brief.links(plan)
+            plan = make_plan(request.read(overrides(stated)), self._graph)
+            links = self._truncated.links(plan)
             most = float("inf") if to_the_end else self.capacity - links
             memory = self._memory(plan, most, candidate)
         except OverError as over:
-            held = candidate.linear_bytes[plan.mesh.index(over.rank, ("pp",))]
-            excess = over.reserved_bytes + links - held
+            linear = candidate.linear_bytes[plan.mesh.index(over.rank, ("pp",))]
+            excess = over.reserved_bytes + links - linear
             return ReplayedMemory(fits=False, excess_bytes=excess, is_of_row=self._is_of_row)
         except MeshplanError as error:
             return ReplayedMemory(fits=False, why=error.problems[0].what)
@@ -379,9 +377,9 @@ class PlanningProblem:
         excess = 0.0
         # Undo the estimate's margins, so that the reserved bytes are comparable to linear bytes.
         for group in memory.groups:
-            held = (group.band[1] - self._driver) / _SHARES
+            linear = (group.band[1] - self._driver) / _SHARES
             place = plan.mesh.index(group.ranks[0], ("pp",))
-            excess = max(excess, held - candidate.linear_bytes[place])
+            excess = max(excess, linear - candidate.linear_bytes[place])
         evaluated = Evaluated(
             stated=stated, seconds=candidate.seconds, plan=plan, memory=memory, candidate=candidate
         )
@@ -409,12 +407,12 @@ class PlanningProblem:
             return self._traced.memory(plan, most)
         return estimate_analytic(
             plan,
-            device=self.question.device,
-            limit_bytes=self.question.limit_bytes,
+            device=self.request.device,
+            limit_bytes=self.request.limit_bytes,
             stop_above_bytes=most,
             try_expandable=False,
             stage_guess_bytes=candidate.linear_bytes,
-            played=self._brief.played,
+            played=self._truncated.played,
         )
 
     def certified(self, evaluated: Evaluated) -> Evaluated | None:
@@ -422,7 +420,7 @@ class PlanningProblem:
 
         In the latter case `measure` reports the plan as not fitting from then on.
         """
-        if (found := certify_plan(self.question, evaluated)) is None:
+        if (found := certify_plan(self.request, evaluated)) is None:
             self._over.add(words_of(evaluated))
             # Cached estimates may report that this plan fits.
             self._known.clear()
@@ -430,48 +428,48 @@ class PlanningProblem:
         return found
 
     def guess(
-        self, numbers: CostTable, candidate: Candidate, allocators: tuple[Allocator, ...] = ()
+        self, table: CostTable, candidate: Candidate, allocators: tuple[Allocator, ...] = ()
     ) -> Guess | None:
         """Guess a candidate's excess bytes from a truncated model; None if there is no guess.
 
         Args:
-            numbers: The cost table that the candidate is from.
+            table: The cost table that the candidate is from.
             candidate: A solved configuration.
             allocators: Allocator settings, of which the one with the fewest bytes counts; () for
                 all that the plan leaves open.
         """
-        glance = self._glance(numbers, candidate, guesses=True)
-        if glance is None or not glance.likely_bytes:
+        bound = self._truncated_bound(table, candidate, guesses=True)
+        if bound is None or not bound.likely_bytes:
             return None
         some = allocators or self.free.allocators
-        return Guess(min(glance.likely_bytes[each] for each in some), glance.is_over)
+        return Guess(min(bound.likely_bytes[each] for each in some), bound.is_over)
 
-    def is_over(self, numbers: CostTable, candidate: Candidate) -> bool:
+    def is_over(self, table: CostTable, candidate: Candidate) -> bool:
         """Return True if a lower bound on memory proves that a candidate does not fit.
 
         The bound comes from a model with few of the blocks. False proves nothing.
 
         Args:
-            numbers: The cost table that the candidate is from.
+            table: The cost table that the candidate is from.
             candidate: A solved configuration.
         """
-        told = self._glance(numbers, candidate, guesses=True, spares=True)
-        return told is not None and told.is_over
+        bound = self._truncated_bound(table, candidate, guesses=True, skips_guess_if_over=True)
+        return bound is not None and bound.is_over
 
     def taken(self, row: int) -> float:
         """Return the bytes of `capacity` that the communicators of `grid[row]` use.
 
         They do not depend on the options of the blocks.
         """
-        return self._brief.taken(self.grid, row)
+        return self._truncated.taken(self.grid, row)
 
     @cached_property
-    def _brief(self) -> TruncatedEstimate:
+    def _truncated(self) -> TruncatedEstimate:
         chain = self.chain
         kinds = {n: k for k, n in zip(chain.order, chain.names, strict=True) if n}
-        looks = kinds if len(set(kinds.values())) > 1 else {}
+        kind_of_block = kinds if len(set(kinds.values())) > 1 else {}
         return TruncatedEstimate(
-            self.question, self._stated, _SHARES, looks, allocators=self.free.allocators
+            self.request, self._stated, _SHARES, kind_of_block, allocators=self.free.allocators
         )
 
     def _stated(
@@ -480,11 +478,11 @@ class PlanningProblem:
         allocator = allocator or self.free.allocators[0]
         return statements(self.spec, self.free, row, stages, self._pins, allocator)
 
-    def _glance(
-        self, numbers: CostTable, candidate: Candidate, **asked: bool
+    def _truncated_bound(
+        self, table: CostTable, candidate: Candidate, **options: bool
     ) -> TruncatedFigures | None:
         """Bound a candidate with truncated models; None if rules or the model prevent that."""
-        if self.question.shorter is None or self.spec.rules:
+        if self.request.shorter is None or self.spec.rules:
             return None
-        stages, row = self.blocks(numbers, candidate), self.grid[candidate.row]
-        return self._brief.glance(row, stages, candidate, self.capacity, **asked)
+        stages, row = self.blocks(table, candidate), self.grid[candidate.row]
+        return self._truncated.bound(row, stages, candidate, self.capacity, **options)

@@ -38,7 +38,7 @@ def loading(source: Any, overrides: Sequence[str]) -> Load:
     return lambda more: load_spec(source, [*overrides, *more])
 
 
-def question_of_file(
+def request_of_file(
     source: Any,
     overrides: Sequence[str] = (),
     config: str | Path | None = None,
@@ -71,8 +71,8 @@ def question_of_file(
         fix = "add model: {config: PATH} to the plan, or pass --config PATH"
         raise PlanError(Problem(what, spec.origin("model"), fix))
     assert path is not None
-    asked = question_of(load, graph, gpu, memory, Path(profile) if profile is not None else None)
-    return with_shorter(asked, path, origin)
+    request = request_of(load, graph, gpu, memory, Path(profile) if profile is not None else None)
+    return with_shorter(request, path, origin)
 
 
 def config_of(spec: Spec, config: str | Path | None = None) -> tuple[str | Path | None, Origin]:
@@ -92,27 +92,27 @@ def config_of(spec: Spec, config: str | Path | None = None) -> tuple[str | Path 
     return config, Origin("--config")
 
 
-def with_shorter(question: PlanRequest, config: str | Path, origin: Origin) -> PlanRequest:
+def with_shorter(request: PlanRequest, config: str | Path, origin: Origin) -> PlanRequest:
     """Return the request with `few` and `shorter` set, which read the model from a config."""
-    return with_made(question, lambda blocks: from_config(config, origin, blocks=blocks))
+    return with_made(request, lambda blocks: from_config(config, origin, blocks=blocks))
 
 
 def with_made(
-    question: PlanRequest, make: Callable[[int | tuple[int, ...]], ModelGraph]
+    request: PlanRequest, make: Callable[[int | tuple[int, ...]], ModelGraph]
 ) -> PlanRequest:
     """Return the request with `few` and `shorter` set: its model with fewer blocks.
 
     If the model has no repeated blocks, the request is returned unchanged.
 
     Args:
-        question: The request.
+        request: The request.
         make: Builds the model with a given number of blocks, or with only the blocks of the given
             indices.
     """
-    if not (shown := _shown(question.graph)):
-        return question
+    if not (shown := _shown(request.graph)):
+        return request
     shorter = cache(make)
-    return replace(question, few=shorter(shown), shorter=shorter)
+    return replace(request, few=shorter(shown), shorter=shorter)
 
 
 def _shown(graph: ModelGraph) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ def _shown(graph: ModelGraph) -> tuple[int, ...]:
     return tuple(sorted({*range(min(_FEW, len(blocks))), *first.values()}))
 
 
-def question_of(
+def request_of(
     load: Load,
     graph: ModelGraph,
     gpu: str | None = None,

@@ -27,7 +27,7 @@ from meshplan.model.graph import ModelGraph, around
 from meshplan.planner.problem.overrides import BlockChoice
 from meshplan.spec.spec import Spec
 
-Numbers = NDArray[np.int64]
+Ints = NDArray[np.int64]
 Blocks = int | tuple[int, ...]
 """A number of blocks, or the indices of the model's blocks to keep."""
 
@@ -61,7 +61,7 @@ def shorten(
     graph_of: Callable[[Blocks], ModelGraph],
     *,
     num_ranks: int | None = None,
-    looks: Mapping[str, int] = MappingProxyType({}),
+    kind_of_block: Mapping[str, int] = MappingProxyType({}),
 ) -> Short | None:
     """Truncate the model for one rank of the pipeline.
 
@@ -72,7 +72,7 @@ def shorten(
             given indices.
         num_ranks: Number of pipeline ranks; rank r has stages r, r + num_ranks, ... None if each
             rank has one stage.
-        looks: Kind of each block by its fqn; empty if all blocks are identical.
+        kind_of_block: Kind of each block by its fqn; empty if all blocks are identical.
 
     Returns:
         The truncated model; None if it would keep more than the share `_FEW` of the blocks.
@@ -85,7 +85,7 @@ def shorten(
             continue
         kept.append([])
         for _, same in itertools.groupby(
-            blocks, key=lambda b: (b.recompute, b.reshard, looks.get(b.name))
+            blocks, key=lambda b: (b.recompute, b.reshard, kind_of_block.get(b.name))
         ):
             run = list(same)
             # The middle block stands for itself and for all that are left out.
@@ -98,7 +98,7 @@ def shorten(
         return None
     container = stages[0][0].name.rpartition(".")[0]
     names = (f"{container}.{number}" if container else str(number) for number in range(count))
-    own = tuple(int(b.name.rpartition(".")[2]) for stage in kept for b, _ in stage if looks)
+    own = tuple(int(b.name.rpartition(".")[2]) for stage in kept for b, _ in stage if kind_of_block)
     times: dict[str, int] = {}
     short = []
     for stage in kept:
@@ -123,10 +123,10 @@ class TruncatedBound:
         self._log, self._times = log, short.times
         order = [block.name for stage in short.stages for block in stage]
         # Blocks are numbered from 1; 0 stands for everything outside of blocks.
-        self._numbers = {name: number for number, name in enumerate(("", *order))}
+        self._index_of_block = {name: number for number, name in enumerate(("", *order))}
         self._near = {
-            self._numbers[name]: tuple(
-                self._numbers[each] for each in order[max(at - 1, 0) : at + 2]
+            self._index_of_block[name]: tuple(
+                self._index_of_block[each] for each in order[max(at - 1, 0) : at + 2]
             )
             for at, name in enumerate(order)
             if name in short.times
@@ -139,7 +139,7 @@ class TruncatedBound:
             return self._log.pooled_bytes
         # Do not count events while a block that stands for several is running: in the full model
         # the blocks left out would run at that time, and would not all keep their storages.
-        is_near = np.zeros(len(self._numbers), bool)
+        is_near = np.zeros(len(self._index_of_block), bool)
         is_near[list(self._near)] = True
         before, after = self._running
         counts = ~(is_near[before] | is_near[after])
@@ -166,31 +166,31 @@ class TruncatedBound:
         if not self._times:
             return reserved
         left_out = np.cumsum(self._delta * self._left_out[self._storage])
-        held = np.cumsum(self._delta) + left_out
-        fullest = int(np.argmax(held)) if held.size else 0
-        then = int(left_out[fullest]) if held.size and held[fullest] > 0 else 0
+        num_bytes = np.cumsum(self._delta) + left_out
+        fullest = int(np.argmax(num_bytes)) if num_bytes.size else 0
+        then = int(left_out[fullest]) if num_bytes.size and num_bytes[fullest] > 0 else 0
         return reserved + then
 
     @cached_property
-    def _columns(self) -> tuple[Numbers, Numbers, Numbers]:
+    def _columns(self) -> tuple[Ints, Ints, Ints]:
         """Three [events] arrays: change in bytes, index of the storage, index of the phase."""
         columns = np.array([*zip(*self._log.changes, strict=True)], np.int64).reshape(3, -1)
         return columns[0], columns[1], columns[2]
 
     @property
-    def _delta(self) -> Numbers:
+    def _delta(self) -> Ints:
         return self._columns[0]
 
     @property
-    def _storage(self) -> Numbers:
+    def _storage(self) -> Ints:
         return self._columns[1]
 
     @cached_property
-    def _left_out(self) -> Numbers:
+    def _left_out(self) -> Ints:
         """[storages] number of left-out blocks that would have an equal storage at that time."""
-        many = np.ones(len(self._numbers), np.int64)
+        many = np.ones(len(self._index_of_block), np.int64)
         for name, times in self._times.items():
-            many[self._numbers[name]] = times
+            many[self._index_of_block[name]] = times
         return np.where(self._lasting, many[self._block] - 1, 0)
 
     @cached_property
@@ -222,17 +222,19 @@ class TruncatedBound:
         return out
 
     @cached_property
-    def _block(self) -> Numbers:
+    def _block(self) -> Ints:
         """[storages] number of the block that the storage belongs to, from 1; 0 for none."""
         modules = [each.module for each in self._log.storages]
         known = {
-            module: next((self._numbers[m] for m in around(module) if m in self._numbers), 0)
+            module: next(
+                (self._index_of_block[m] for m in around(module) if m in self._index_of_block), 0
+            )
             for module in set(modules)
         }
         return np.array([known[module] for module in modules], np.int64)
 
     @cached_property
-    def _running(self) -> tuple[Numbers, Numbers]:
+    def _running(self) -> tuple[Ints, Ints]:
         """Two [events] arrays: the block whose operator last made a storage, and the next to do so.
 
         Both are block numbers from 1, within the phase of the event; 0 stands for none.
@@ -244,7 +246,7 @@ class TruncatedBound:
         return before, _last(makes[::-1], block[::-1], phase[::-1])[::-1]
 
 
-def _last(makes: NDArray[np.bool_], block: Numbers, phase: Numbers) -> Numbers:
+def _last(makes: NDArray[np.bool_], block: Ints, phase: Ints) -> Ints:
     """Return, for each event, the block whose operator was the last to make a storage.
 
     Only storages made in the phase of the event count; 0 if there are none.

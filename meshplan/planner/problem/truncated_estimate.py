@@ -54,11 +54,11 @@ class TruncatedEstimate:
     """Bound and guess the memory of one request's candidates with truncated models.
 
     Args:
-        question: The request.
+        request: The request.
         stated: Maps a configuration of the grid and the choices of its blocks, by stage, to the
             statements of the plan.
         widening: Factor by which memory estimates widen the reserved bytes to their upper end.
-        looks: Kind of each block by its fqn; empty if all blocks are identical.
+        kind_of_block: Kind of each block by its fqn; empty if all blocks are identical.
         allocators: Allocator settings that the plan leaves open.
 
     Attributes:
@@ -67,17 +67,17 @@ class TruncatedEstimate:
 
     def __init__(
         self,
-        question: PlanRequest,
+        request: PlanRequest,
         stated: Callable[[np.void, Stages], dict[str, Any]],
         widening: float,
-        looks: Mapping[str, int],
+        kind_of_block: Mapping[str, int],
         *,
         allocators: Sequence[Allocator],
     ) -> None:
         self._allocators = allocators
-        self._question, self._stated, self._widening = question, stated, widening
-        self._looks = looks
-        self._alone = driver_bytes(question.device, ()).high
+        self._request, self._stated, self._widening = request, stated, widening
+        self._kind_of_block = kind_of_block
+        self._alone = driver_bytes(request.device, ()).high
         self._taken: dict[tuple[int, ...], float] = {}
         self._kinds: dict[tuple[object, ...], Assignment] = {}
         self._seen: dict[tuple[object, ...], TruncatedFigures | None] = {}
@@ -91,9 +91,9 @@ class TruncatedEstimate:
         return self._links(plan.assignment)
 
     def _links(self, assignment: Assignment) -> float:
-        per_node = self._question.cluster.gpus_per_node
+        per_node = self._request.cluster.gpus_per_node
         opened = communicators(assignment, gpus_per_node=per_node)
-        return (driver_bytes(self._question.device, opened).high - self._alone) / self._widening
+        return (driver_bytes(self._request.device, opened).high - self._alone) / self._widening
 
     def taken(self, grid: NDArray[np.void], number: int) -> float:
         """Return the bytes of a configuration's communicators, on the scale of linear bytes.
@@ -116,13 +116,13 @@ class TruncatedEstimate:
         The axes larger than 1 decide which communicators are opened, and the mesh decides their
         sizes. One truncated plan for each set of such axes is therefore enough.
         """
-        shorter = self._question.shorter
+        shorter = self._request.shorter
         kind = tuple(bool(row[axis] > 1) for axis in AXES), int(row["mode"]), int(row["offload"])
         if shorter is None:
             return 0.0
         try:
             if kind not in self._kinds:
-                self._kinds[kind] = self._like(_shortest(grid, row), shorter)
+                self._kinds[kind] = self._truncated_assignment(_shortest(grid, row), shorter)
         except MeshplanError:
             return 0.0  # The full estimate will report the error.
         found = self._kinds[kind]
@@ -130,7 +130,9 @@ class TruncatedEstimate:
         loans = tuple(replace(loan, size=int(row[loan.name])) for loan in found.mesh.loans)
         return self._links(replace(found, mesh=Mesh(axes, loans)))
 
-    def _like(self, row: np.void, shorter: Callable[[Blocks], ModelGraph]) -> Assignment:
+    def _truncated_assignment(
+        self, row: np.void, shorter: Callable[[Blocks], ModelGraph]
+    ) -> Assignment:
         """Return a configuration's assignment for a truncated model with one block per stage.
 
         Each rank has one stage. Without pp the single stage has two blocks.
@@ -138,14 +140,14 @@ class TruncatedEstimate:
         pp, row = int(row["pp"]), row.copy()
         if row["virtual"] > 1:
             row["virtual"], row["schedule"] = 1, SCHEDULE_WORDS.index("1F1B")
-        every = len(self._question.graph.blocks())
+        every = len(self._request.graph.blocks())
         # Take the last blocks: in models with experts in only some blocks, the last ones have them.
         graph = shorter(tuple(range(every))[-max(2, pp) :])
         blocks = [BlockChoice(name, 0, 0) for name in graph.blocks()]
         stages = [blocks] if pp == 1 else [[block] for block in blocks]
         return self._plan(row, stages, graph).assignment
 
-    def glance(
+    def bound(
         self,
         row: np.void,
         stages: Stages,
@@ -153,7 +155,7 @@ class TruncatedEstimate:
         capacity: float,
         *,
         guesses: bool,
-        spares: bool = False,
+        skips_guess_if_over: bool = False,
     ) -> TruncatedFigures | None:
         """Bound a candidate's excess bytes with truncated models.
 
@@ -163,7 +165,7 @@ class TruncatedEstimate:
             candidate: The candidate.
             capacity: Linear bytes that a rank may use.
             guesses: If True, guess the excess bytes too.
-            spares: If True, omit the guess if the candidate is proved not to fit.
+            skips_guess_if_over: If True, omit the guess if the candidate is proved not to fit.
 
         Returns:
             The figures; None if no truncated model can be made or planned. None, too, if no guess
@@ -175,10 +177,17 @@ class TruncatedEstimate:
             return None
         seen = self._seen.get(key)
         lacks = guesses and seen is not None and not seen.likely_bytes
-        if key not in self._seen or (lacks and not (spares and seen is not None and seen.is_over)):
+        if key not in self._seen or (
+            lacks and not (skips_guess_if_over and seen is not None and seen.is_over)
+        ):
             linear = candidate.linear_bytes
-            found = self._seen[key] = self._look(
-                row, stages, linear, capacity, guesses=guesses, spares=spares
+            found = self._seen[key] = self._bound(
+                row,
+                stages,
+                linear,
+                capacity,
+                guesses=guesses,
+                skips_guess_if_over=skips_guess_if_over,
             )
             if found is not None and not found.is_over:
                 self._under.setdefault((candidate.row, capacity), []).append(linear)
@@ -194,7 +203,7 @@ class TruncatedEstimate:
             for linear in self._under.get((candidate.row, capacity), ())
         )
 
-    def _look(
+    def _bound(
         self,
         row: np.void,
         stages: Stages,
@@ -202,13 +211,13 @@ class TruncatedEstimate:
         capacity: float,
         *,
         guesses: bool,
-        spares: bool = False,
+        skips_guess_if_over: bool = False,
     ) -> TruncatedFigures | None:
         """Bound and guess a candidate's excess bytes rank by rank, up to a rank that does not fit.
 
-        Args and result are those of `glance`; `linear` are the candidate's linear bytes by rank.
+        Args and result are those of `bound`; `linear` are the candidate's linear bytes by rank.
         """
-        shorter, device = self._question.shorter, self._question.device
+        shorter, device = self._request.shorter, self._request.device
         assert shorter is not None
         num_ranks = len(linear)
         fullest = max(range(num_ranks), key=linear.__getitem__)
@@ -217,25 +226,27 @@ class TruncatedEstimate:
         # Examine the rank with the most linear bytes first, then the first and the last rank, which
         # have the modules outside the blocks.
         for place in dict.fromkeys((fullest, 0, num_ranks - 1)):
-            short = shorten(stages, place, shorter, num_ranks=num_ranks, looks=self._looks)
+            short = shorten(
+                stages, place, shorter, num_ranks=num_ranks, kind_of_block=self._kind_of_block
+            )
             if short is None:
                 continue
             try:
                 plan = self._plan(row, short.stages, short.graph)
                 rank = place * (plan.mesh.world_size // num_ranks)  # pp goes outermost.
-                gauge = TruncatedBound(
+                bound = TruncatedBound(
                     analytic_log_of_rank(plan, rank, device=device, played=self.played), short
                 )
             except MeshplanError:
                 return None  # The full estimate will report the error.
-            on_top = self.links(plan) - linear[place]
-            least = gauge.least_bytes + on_top
+            extra = self.links(plan) - linear[place]
+            least = bound.least_bytes + extra
             is_over = least + linear[place] > capacity
-            asks = guesses and not (spares and is_over)
+            asks = guesses and not (skips_guess_if_over and is_over)
             if asks:
                 for each in self._allocators:
                     spec = replace(plan.spec, allocator=each)
-                    guess = max(gauge.likely_bytes(device, spec) + on_top, least)
+                    guess = max(bound.likely_bytes(device, spec) + extra, least)
                     stage_guess_bytes[each] = max(guess, stage_guess_bytes.get(each, guess))
             if is_over:
                 return TruncatedFigures(least, stage_guess_bytes, True)
@@ -243,7 +254,7 @@ class TruncatedEstimate:
         return TruncatedFigures(0.0, stage_guess_bytes, False) if is_known else None
 
     def _plan(self, row: np.void, stages: Stages, graph: ModelGraph) -> Plan:
-        return make_plan(self._question.read(overrides(self._stated(row, stages))), graph)
+        return make_plan(self._request.read(overrides(self._stated(row, stages))), graph)
 
 
 def _shortest(grid: NDArray[np.void], row: np.void) -> np.void:

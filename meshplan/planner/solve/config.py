@@ -58,12 +58,12 @@ class _ConfigBounds:
 
 
 def solve_config(
-    numbers: CostTable, row: int, capacity: float, below: float = float("inf")
+    table: CostTable, row: int, capacity: float, below: float = float("inf")
 ) -> Candidate | None:
     """Return the fastest candidate of one configuration within a limit of linear bytes.
 
     Args:
-        numbers: The cost table.
+        table: The cost table.
         row: Index of the configuration in the grid.
         capacity: Linear bytes that one rank may use.
         below: Seconds of a step that the candidate must beat.
@@ -71,7 +71,7 @@ def solve_config(
     Returns:
         The candidate; None if no candidate fits and is faster than `below`.
     """
-    known = _known(numbers, row, capacity)
+    known = _known(table, row, capacity)
     if known.row is not None and below > known.none_below:
         known.none_below = below
         known.answer = known.row.best(below) if known.row.least_s < below else None
@@ -80,28 +80,28 @@ def solve_config(
     return answer if answer is not None and answer.seconds < below else None
 
 
-def config_bound(numbers: CostTable, row: int, capacity: float) -> float:
+def config_bound(table: CostTable, row: int, capacity: float) -> float:
     """Return a lower bound on the seconds of a step of the candidate that `solve_config` returns.
 
     The LP relaxation gives the bound in a fraction of the time of `solve_config`. The bound is
     infinite if nothing fits.
 
     Args:
-        numbers: The cost table.
+        table: The cost table.
         row: Index of the configuration in the grid.
         capacity: Linear bytes that one rank may use.
     """
-    known = _known(numbers, row, capacity)
+    known = _known(table, row, capacity)
     if known.row is not None:
         return known.row.least_s
     return known.answer.seconds if known.answer is not None else float("inf")
 
 
-def _known(numbers: CostTable, row: int, capacity: float) -> _ConfigBounds:
+def _known(table: CostTable, row: int, capacity: float) -> _ConfigBounds:
     """Return the cached results for a configuration and a capacity; new ones hold a solver."""
-    known: _ConfigBounds | None = numbers.answers.get((row, capacity))
+    known: _ConfigBounds | None = table.answers.get((row, capacity))
     if known is None:
-        known = numbers.answers[row, capacity] = _ConfigBounds(ConfigSolver(numbers, row, capacity))
+        known = table.answers[row, capacity] = _ConfigBounds(ConfigSolver(table, row, capacity))
     return known
 
 
@@ -109,43 +109,43 @@ class ConfigSolver:
     """Solver of one configuration within a limit of linear bytes.
 
     Args:
-        numbers: The cost table.
+        table: The cost table.
         row: Index of the configuration in the grid.
         capacity: Linear bytes that one rank may use.
     """
 
-    def __init__(self, numbers: CostTable, row: int, capacity: float) -> None:
-        self._numbers, self._row = numbers, row
-        self._lanes = stage_layout_of(numbers, row)
-        self._menus = self._lanes.menus
-        self._rooms = [capacity - top for top in self._lanes.tops]
+    def __init__(self, table: CostTable, row: int, capacity: float) -> None:
+        self._cost_table, self._row = table, row
+        self._layout = stage_layout_of(table, row)
+        self._menus = self._layout.menus
+        self._capacities = [capacity - extra for extra in self._layout.extra_bytes]
         self._known: dict[tuple[int, float, bytes], KnapsackSolution] = {}
 
     @cached_property
     def least_s(self) -> float:
         """Lower bound on the seconds of a step: the LP relaxation, which may split blocks."""
-        (a, b), once = self._weights, float(self._numbers.once_s[self._row])
-        if self._lanes.num == 1:
-            counts = self._lanes.counts(0, 0, len(self._numbers.order))
-            room = np.array([self._rooms[0]])
-            return (a + b) * float(self._menus[0].relaxed(counts, room)[0]) + once
+        (a, b), once = self._weights, float(self._cost_table.once_s[self._row])
+        if self._layout.num == 1:
+            counts = self._layout.counts(0, 0, len(self._cost_table.order))
+            capacity = np.array([self._capacities[0]])
+            return (a + b) * float(self._menus[0].relaxed(counts, capacity)[0]) + once
         return least_cut_cost(self._table(self._bounds), (a, b)) + once
 
     @cached_property
     def _weights(self) -> tuple[float, float]:
         """The factors (a, b) of the slowest stage and of the sum of stages in a step's seconds."""
-        a, b = weights(self._numbers.grid[self._row : self._row + 1])
+        a, b = weights(self._cost_table.grid[self._row : self._row + 1])
         return float(a[0]), float(b[0])
 
     def best(self, below: float) -> Candidate | None:
         """Return the fastest candidate whose step takes less than `below` seconds; None if none."""
-        numbers, row, lanes = self._numbers, self._row, self._lanes
-        (a, b), once = self._weights, float(numbers.once_s[row])
-        if lanes.num == 1:  # With one stage there is nothing to cut.
-            choice = self._solve(0, 0, len(numbers.order), (below - once) / (a + b))
+        table, row, layout = self._cost_table, self._row, self._layout
+        (a, b), once = self._weights, float(table.once_s[row])
+        if layout.num == 1:  # With one stage there is nothing to cut.
+            choice = self._solve(0, 0, len(table.order), (below - once) / (a + b))
             if choice is NONE:
                 return None
-            return self._candidate((0, len(numbers.order)), (a + b) * choice.seconds + once)
+            return self._candidate((0, len(table.order)), (a + b) * choice.seconds + once)
 
         def exact(rank: int, i: int, j: int) -> float:
             return self._solve(rank, i, j).seconds
@@ -155,45 +155,46 @@ class ConfigSolver:
 
     def smallest(self) -> Candidate:
         """Return the candidate whose fullest rank has the fewest linear bytes."""
-        numbers, row, lanes = self._numbers, self._row, self._lanes
-        held = [np.where(np.isfinite(m.seconds), m.memory, np.inf) for m in self._menus]
-        least_cut_cost = [each.argmin(axis=1) for each in held]
+        table, row, layout = self._cost_table, self._row, self._layout
+        option_bytes = [np.where(np.isfinite(m.seconds), m.memory, np.inf) for m in self._menus]
+        smallest_option = [each.argmin(axis=1) for each in option_bytes]
 
         def value(rank: int, counts: Counts) -> Floats:
-            kinds = np.arange(len(least_cut_cost[rank]))
+            kinds = np.arange(len(smallest_option[rank]))
             there = counts.any(axis=0)
-            each = np.where(there, held[rank][kinds, least_cut_cost[rank]], 0.0)
-            return np.asarray(counts @ each + lanes.tops[rank])
+            each = np.where(there, option_bytes[rank][kinds, smallest_option[rank]], 0.0)
+            return np.asarray(counts @ each + layout.extra_bytes[rank])
 
-        table = self._table(self._values(lambda asked: [value(*each) for each in asked]))
+        range_bytes = self._table(self._values(lambda queries: [value(*each) for each in queries]))
         # With weights (1, 0), the cut minimises the largest value: the bytes of the fullest rank.
-        _, ends = cut_into_stages(table, lambda *at: float(table[at]), (1.0, 0.0))
+        _, ends = cut_into_stages(range_bytes, lambda *at: float(range_bytes[at]), (1.0, 0.0))
         option_counts, times = [], []
         for rank, (first, last) in enumerate(itertools.pairwise(ends)):
-            one = np.zeros(held[rank].shape, dtype=np.int64)
-            one[np.arange(len(one)), least_cut_cost[rank]] = lanes.counts(rank, first, last)
+            one = np.zeros(option_bytes[rank].shape, dtype=np.int64)
+            one[np.arange(len(one)), smallest_option[rank]] = layout.counts(rank, first, last)
             option_counts.append(tuple(tuple(map(int, options)) for options in one))
             times.append(float((one * np.where(one > 0, self._menus[rank].seconds, 0.0)).sum()))
         linear = [
-            float(table[at]) for at in zip(range(lanes.num), ends[:-1], ends[1:], strict=True)
+            float(range_bytes[at])
+            for at in zip(range(layout.num), ends[:-1], ends[1:], strict=True)
         ]
         a, b = self._weights
-        seconds = a * max(times) + b * sum(times) + float(numbers.once_s[row])
-        return Candidate(row, seconds, *lanes.stages(ends, option_counts), tuple(linear))
+        seconds = a * max(times) + b * sum(times) + float(table.once_s[row])
+        return Candidate(row, seconds, *layout.stages(ends, option_counts), tuple(linear))
 
     @cached_property
     def _bounds(self) -> list[Floats]:
         """One [sets] array per rank: lower bounds on the seconds of each distinct set of blocks."""
         return self._values(
-            lambda asked: solve_relaxations(
-                [(self._menus[rank], counts, self._rooms[rank]) for rank, counts in asked]
+            lambda queries: solve_relaxations(
+                [(self._menus[rank], counts, self._capacities[rank]) for rank, counts in queries]
             )
         )
 
     @cached_property
     def _stretches(self) -> list[BlockRanges]:
         """The contiguous block ranges that may be put on each rank."""
-        return [self._lanes.stretches(rank) for rank in range(self._lanes.num)]
+        return [self._layout.stretches(rank) for rank in range(self._layout.num)]
 
     def _values(self, value: Callable[[list[tuple[int, Counts]]], list[Floats]]) -> list[Floats]:
         """Return one [sets] array per rank, with a value for each set of blocks it may have.
@@ -204,12 +205,12 @@ class ConfigSolver:
             value: Maps a list of (rank, [sets, kinds] block counts) to a list of [sets] arrays.
         """
         keys = [
-            (id(self._menus[rank]), self._lanes.tops[rank], id(each.made_of))
+            (id(self._menus[rank]), self._layout.extra_bytes[rank], id(each.made_of))
             for rank, each in enumerate(self._stretches)
         ]
         first = {key: rank for rank, key in reversed([*enumerate(keys)])}
-        asked = [(rank, self._stretches[rank].made_of) for rank in first.values()]
-        known = dict(zip(first, value(asked), strict=True))
+        queries = [(rank, self._stretches[rank].made_of) for rank in first.values()]
+        known = dict(zip(first, value(queries), strict=True))
         return [known[key] for key in keys]
 
     def _table(self, values: list[Floats]) -> Floats:
@@ -218,18 +219,18 @@ class ConfigSolver:
         Args:
             values: One [sets] array per rank, as `_values` returns them.
         """
-        num, places = self._lanes.num, self._lanes.places
+        num, places = self._layout.num, self._layout.places
         table = np.full((num, places * places), np.inf)
         for rank, (own, each) in enumerate(zip(values, self._stretches, strict=True)):
-            table[rank, each.at] = own[each.look]
+            table[rank, each.at] = own[each.contents]
         return table.reshape(num, places, places)
 
     def _solve(self, rank: int, i: int, j: int, below: float = float("inf")) -> KnapsackSolution:
         """Return the fastest options of the block range from i up to j on a rank."""
-        counts, menu = self._lanes.counts(rank, i, j), self._menus[rank]
-        key = (id(menu), self._rooms[rank], counts.tobytes())
+        counts, menu = self._layout.counts(rank, i, j), self._menus[rank]
+        key = (id(menu), self._capacities[rank], counts.tobytes())
         if key not in self._known:
-            choice = solve(menu, counts, self._rooms[rank], below)
+            choice = solve(menu, counts, self._capacities[rank], below)
             if choice is NONE and below < float("inf"):
                 return NONE  # Do not cache: a solution slower than `below` may exist.
             self._known[key] = choice
@@ -240,9 +241,9 @@ class ConfigSolver:
         option_counts, linear = [], []
         for rank, (i, j) in enumerate(itertools.pairwise(ends)):
             chosen = self._solve(rank, i, j).option_counts
-            table = np.array(chosen)
-            held = float(np.where(table > 0, table * self._menus[rank].memory, 0.0).sum())
+            counts = np.array(chosen)
+            block_bytes = float(np.where(counts > 0, counts * self._menus[rank].memory, 0.0).sum())
             option_counts.append(chosen)
-            linear.append(held + self._lanes.tops[rank])
-        stages = self._lanes.stages(ends, option_counts)
+            linear.append(block_bytes + self._layout.extra_bytes[rank])
+        stages = self._layout.stages(ends, option_counts)
         return Candidate(self._row, seconds, *stages, linear_bytes=tuple(linear))

@@ -92,14 +92,16 @@ class NodeState:
         tries: Number of candidates that were replayed.
         seconds: Seconds of a step of the last candidate that did not fit.
         halved: Number of bisections between `fits_up_to` and `over_from`.
-        looks: Number of times that no candidate was found within an `_AHEAD` factor of the bound.
+        num_misses: Number of times that no candidate was found within an `_AHEAD` factor of the
+            bound.
         is_of_row: If True, all candidates of the configuration have the same excess.
         sure_capacity: The capacity to go back to if a guess lowered `capacity`; else None.
         guesses: Number of guesses made for the configuration's candidates.
-        hoped: Seconds of a step, by the last candidate or LP bound, that the configuration may
-            reach; `_explore` tries the lowest first.
+        reachable_s: Seconds of a step, by the last candidate or LP bound, that the configuration
+            may reach; `_explore` tries the lowest first.
         guessed: Excess bytes by the last guess.
-        doubted: Excess bytes of a guess that was dropped later; None if there is no such guess.
+        dropped_guess: Excess bytes of a guess that was dropped later; None if there is no such
+            guess.
     """
 
     capacity: float
@@ -108,13 +110,13 @@ class NodeState:
     tries: int = 0
     seconds: float = 0.0
     halved: int = 0
-    looks: int = 0
+    num_misses: int = 0
     is_of_row: bool = True
     sure_capacity: float | None = None
     guesses: int = 0
-    hoped: float = float("inf")
+    reachable_s: float = float("inf")
     guessed: float = 0.0
-    doubted: float | None = None
+    dropped_guess: float | None = None
 
 
 def mesh_key(config: np.void) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ memory limit."""
 _GUESSES, _OFTEN = 20, 10
 """Candidates that guesses may pass over before the warm start looks for the smallest candidates,
 and later between two calls of `_explore`."""
-_MUCH, _HOPES = 0.95, 8
+_MUCH, _MOST_PROMISING = 0.95, 8
 """Share of the best candidate's seconds that a candidate of `_explore` must beat, and the number of
 configurations that `_explore` tries."""
 _MOST_TRIES: Final = 12
@@ -50,7 +50,7 @@ _MOST_HALVED: Final = 12
 
 
 def search(
-    numbers: CostTable,
+    table: CostTable,
     capacity: float,
     measure: Callable[[Candidate], ReplayedMemory],
     *,
@@ -67,7 +67,7 @@ def search(
     """Find the fastest candidate of the space that fits.
 
     Args:
-        numbers: The cost table.
+        table: The cost table.
         capacity: Linear bytes that a rank may use.
         measure: Replays the memory of a candidate.
         guess: Guesses the memory of a candidate cheaply, or returns None. Guesses decide which
@@ -88,7 +88,7 @@ def search(
     Returns:
         The result, with the lower bound on the seconds of a step that was proved.
     """
-    found = _Search(numbers, capacity, measure, slack, tolerance, deadline, report, among)
+    found = _Search(table, capacity, measure, slack, tolerance, deadline, report, among)
     found.is_stopped, found.guess, found.taken = is_stopped, guess, taken
     found.is_over = is_over or found.is_over
     return found.run()
@@ -99,7 +99,7 @@ class _Search:
 
     def __init__(
         self,
-        numbers: CostTable,
+        table: CostTable,
         capacity: float,
         measure: Callable[[Candidate], ReplayedMemory],
         slack: float,
@@ -108,7 +108,7 @@ class _Search:
         report: Callable[[SearchResult], None],
         among: NDArray[np.bool_] | None = None,
     ) -> None:
-        self._numbers, self._capacity, self._measure = numbers, capacity, measure
+        self._cost_table, self._capacity, self._measure = table, capacity, measure
         self._slack, self._tolerance = slack, tolerance
         self._deadline, self._report = deadline, report
         self.is_stopped: Callable[[], bool] = lambda: False
@@ -128,12 +128,12 @@ class _Search:
         self._unproved = float("inf")
         """Lower bound on the seconds of the plans that were dropped without a proof; infinite if
         there are none."""
-        self._times, self._bytes = time_bounds(numbers), memory_bounds(numbers)
+        self._times, self._bytes = time_bounds(table), memory_bounds(table)
         if among is not None:
             self._times = np.where(among, self._times, np.inf)
-        self._out = RuledOut(numbers.grid)
+        self._out = RuledOut(table.grid)
         self._seeds = WarmStart(
-            numbers, capacity, self._times, self._bytes,
+            table, capacity, self._times, self._bytes,
             measure=self._measured, is_open=self._is_open, is_late=self._is_late,
         )  # fmt: skip
 
@@ -146,19 +146,19 @@ class _Search:
         values never decrease, and a candidate is replayed only if none in the queue is lower.
         """
         found, waiting = self.found, self._waiting
-        for bound, row in by_bound(self._numbers, self._capacity, self._times, self._bytes):
+        for bound, row in by_bound(self._cost_table, self._capacity, self._times, self._bytes):
             self._following = bound
             # First examine the queued configurations whose bound is not above this one: all
             # configurations that have not entered the queue have higher bounds.
             while waiting and waiting[0][0] <= bound and not self._is_done():
-                self._look_closer(*heapq.heappop(waiting))
+                self._examine(*heapq.heappop(waiting))
             if self._is_done():
                 break
             heapq.heappush(waiting, (bound, row))
         else:
             self._following = float("inf")
-        while (waiting or self._doubt()) and not self._is_done():
-            self._look_closer(*heapq.heappop(waiting))
+        while (waiting or self._drop_guesses()) and not self._is_done():
+            self._examine(*heapq.heappop(waiting))
         if found.is_whole:
             best_s = found.best.seconds if found.best else float("inf")
             found.lower_s = min(self._least_waiting(), best_s)
@@ -175,7 +175,7 @@ class _Search:
         """Return True if no configuration can beat the best candidate, or the time is up."""
         found = self.found
         if found.best and self._least_waiting() >= found.best.seconds * (1 - self._tolerance):
-            return not self._doubt()
+            return not self._drop_guesses()
         if self._is_late():
             found.is_whole = False
             # A configuration may be queued with 0 seconds, to be solved again at once: its time
@@ -187,7 +187,7 @@ class _Search:
             return True
         return False
 
-    def _doubt(self) -> bool:
+    def _drop_guesses(self) -> bool:
         """Drop guesses that keep a configuration from beating the best, and requeue those.
 
         Returns:
@@ -200,7 +200,7 @@ class _Search:
             state = self._states[row]
             if state.sure_capacity is not None:
                 state.capacity, state.sure_capacity = state.sure_capacity, None
-                state.guesses, state.doubted = _MOST_GUESSES, state.guessed
+                state.guesses, state.dropped_guess = _MOST_GUESSES, state.guessed
                 heapq.heappush(self._waiting, (seconds, row))
                 is_any = True
         return is_any
@@ -229,18 +229,20 @@ class _Search:
         if best is None:
             return
         states = self._states.items()
-        hopes = [r for r, s in states if s.sure_capacity is not None and r not in self._out]
-        for row in sorted(hopes, key=lambda row: self._states[row].hoped)[:_HOPES]:
+        promising = [r for r, s in states if s.sure_capacity is not None and r not in self._out]
+        for row in sorted(promising, key=lambda row: self._states[row].reachable_s)[
+            :_MOST_PROMISING
+        ]:
             state = self._states[row]
-            candidate = solve_config(self._numbers, row, state.capacity, _MUCH * best.seconds)
-            state.hoped = candidate.seconds if candidate is not None else np.inf
+            candidate = solve_config(self._cost_table, row, state.capacity, _MUCH * best.seconds)
+            state.reachable_s = candidate.seconds if candidate is not None else np.inf
             if candidate is not None and self._likely_fits(candidate):
-                state.hoped = np.inf
+                state.reachable_s = np.inf
                 if (measured := self._measured(candidate)).fits:
                     self._seed([(candidate, measured)])
                 return
 
-    def _look_closer(self, bound: float, row: int) -> None:
+    def _examine(self, bound: float, row: int) -> None:
         """Raise the bound of a configuration, or replay its candidate if no other can be faster.
 
         Args:
@@ -255,28 +257,28 @@ class _Search:
         limit = (found.best.seconds if found.best else float("inf")) * (1 - self._tolerance)
         least = self._least_waiting()
         # The LP bound is cheap, and mostly high enough to send the configuration back to the queue.
-        sure = config_bound(self._numbers, row, state.capacity)
+        sure = config_bound(self._cost_table, row, state.capacity)
         if max(bound, least) < sure < limit:
-            state.hoped = sure
+            state.reachable_s = sure
             heapq.heappush(self._waiting, (sure, row))
             return
-        is_far = state.looks == len(_AHEAD)
-        ahead = limit if found.best or is_far else bound * _AHEAD[state.looks]
+        is_far = state.num_misses == len(_AHEAD)
+        target_s = limit if found.best or is_far else bound * _AHEAD[state.num_misses]
         found.num_solved += 1
-        candidate = solve_config(self._numbers, row, state.capacity, ahead)
-        if candidate is None and ahead < limit and sure < limit:
-            # No candidate is faster than `ahead`, so `ahead` is a lower bound.
-            state.looks += 1
-            heapq.heappush(self._waiting, (ahead, row))
+        candidate = solve_config(self._cost_table, row, state.capacity, target_s)
+        if candidate is None and target_s < limit and sure < limit:
+            # No candidate is faster than `target_s`, so `target_s` is a lower bound.
+            state.num_misses += 1
+            heapq.heappush(self._waiting, (target_s, row))
             return
         if candidate is None and state.sure_capacity is not None:
-            return  # `_doubt` requeues it if its candidate without the guess is fast.
+            return  # `_drop_guesses` requeues it if its candidate without the guess is fast.
         if candidate is None or max(candidate.linear_bytes) <= state.fits_up_to:
             self._halve(row, state)
             return
         if candidate.seconds > least:
             # Another configuration may be faster, so requeue this one with its exact seconds.
-            state.hoped = candidate.seconds
+            state.reachable_s = candidate.seconds
             heapq.heappush(self._waiting, (candidate.seconds, row))
             return
         if state.tries == _MOST_TRIES:
@@ -291,7 +293,11 @@ class _Search:
             elif self._passed_over % _OFTEN == 0:
                 self._explore()
             return
-        if state.doubted is not None and not state.tries and self._is_out(row, state.doubted):
+        if (
+            state.dropped_guess is not None
+            and not state.tries
+            and self._is_out(row, state.dropped_guess)
+        ):
             return
         state.sure_capacity = None
         state.tries, state.guesses = state.tries + 1, _MOST_GUESSES
@@ -299,15 +305,15 @@ class _Search:
         if measured.why:
             found.refused[row] = measured.why
             return
-        held, state.is_of_row = max(candidate.linear_bytes), measured.is_of_row
+        num_bytes, state.is_of_row = max(candidate.linear_bytes), measured.is_of_row
         if measured.fits:
             self._take(candidate, measured)
-            state.fits_up_to = held
+            state.fits_up_to = num_bytes
         else:
-            state.over_from, state.seconds = min(state.over_from, held), candidate.seconds
+            state.over_from, state.seconds = min(state.over_from, num_bytes), candidate.seconds
             # With several stages per rank, many candidates fail at first because of memory that
             # the linear bytes leave out. Such failures count less.
-            self._failures += 1.0 if self._numbers.grid[row]["virtual"] == 1 else 0.25
+            self._failures += 1.0 if self._cost_table.grid[row]["virtual"] == 1 else 0.25
             # At the second replay, find out if any candidate of this configuration can fit.
             if state.tries == 2 and not self._can_fit(
                 self._smallest(row), candidate, measured.excess_bytes
@@ -393,7 +399,7 @@ class _Search:
         return self._measure(candidate)
 
     def _smallest(self, row: int) -> Candidate:
-        return ConfigSolver(self._numbers, row, float("inf")).smallest()
+        return ConfigSolver(self._cost_table, row, float("inf")).smallest()
 
     def _is_out(self, row: int, excess: float, *, is_sure: bool = False) -> bool:
         """Return True if not even the smallest candidate of a configuration fits.
@@ -445,12 +451,12 @@ class _Search:
         assert found.best is not None
         limit = found.best.seconds * (1 + self._slack)
         near = []
-        for bound, row in by_bound(self._numbers, self._capacity, self._times, self._bytes):
+        for bound, row in by_bound(self._cost_table, self._capacity, self._times, self._bytes):
             if bound > limit:
                 break
             if row not in found.refused and row not in self._out:
                 room = self._capacity - found.excess.get(row, self.taken(row))
-                candidate = solve_config(self._numbers, row, room, limit * (1 + _EPS))
+                candidate = solve_config(self._cost_table, row, room, limit * (1 + _EPS))
                 if candidate is not None:
                     near.append(candidate)
         found.near = sorted(near, key=lambda c: (c.seconds, c.row))

@@ -19,7 +19,7 @@ from meshplan.planner.tables.cost_table import CostTable, priced_bounds
 
 _SHARES: Final = (0.8, 0.65, 0.5, 0.35)
 """Shares of the capacity within which a candidate is sought, one after the other."""
-_LOOKED_AT, _FEW, _ASKED = 40, 8, 3
+_MOST_ROWS, _FEW, _MOST_MEASURED = 40, 8, 3
 """Configurations tried at each share of the capacity, configurations tried after a smallest
 candidate fits, and the most candidates replayed in either case."""
 
@@ -36,10 +36,11 @@ class WarmStart:
     """Find early candidates that fit in one space of configurations.
 
     Args:
-        numbers: The cost table.
+        table: The cost table.
         capacity: Linear bytes that one rank may use.
         times: [configs] lower bounds on the seconds of a step (`cost_table.time_bounds`).
-        held: [configs] lower bounds on the bytes of the fullest rank (`cost_table.memory_bounds`).
+        least_bytes: [configs] lower bounds on the bytes of the fullest rank
+            (`cost_table.memory_bounds`).
         measure: Replays the memory of a candidate.
         is_open: Returns True if nothing excludes a configuration, nor this candidate of it if
             given.
@@ -48,17 +49,17 @@ class WarmStart:
 
     def __init__(
         self,
-        numbers: CostTable,
+        table: CostTable,
         capacity: float,
         times: Floats,
-        held: Floats,
+        least_bytes: Floats,
         *,
         measure: Callable[[Candidate], ReplayedMemory],
         is_open: IsOpen,
         is_late: Callable[[], bool],
     ) -> None:
-        self._numbers, self._capacity = numbers, capacity
-        self._times, self._held = times, held
+        self._cost_table, self._capacity = table, capacity
+        self._times, self._least_bytes = times, least_bytes
         self._measure, self._is_open, self._is_late = measure, is_open, is_late
 
     def any(self) -> Iterator[Answer]:
@@ -76,56 +77,56 @@ class WarmStart:
         sizes come first, because their blocks have the least transient memory. Configurations with
         one stage come before pipelines, because they are replayed the fastest.
         """
-        grid = self._numbers.grid
-        there = np.flatnonzero(np.isfinite(self._times) & (self._held <= self._capacity))
-        least = there[np.argsort(self._held[there], kind="stable")]
+        grid = self._cost_table.grid
+        there = np.flatnonzero(np.isfinite(self._times) & (self._least_bytes <= self._capacity))
+        least = there[np.argsort(self._least_bytes[there], kind="stable")]
         for rows in (least[grid["pp"][least] == 1], least[grid["pp"][least] > 1]):
             parts = grid["tp"][rows]
             for row in (int(rows[parts == tp][0]) for tp in sorted(set(parts), reverse=True)):
                 if self._is_late():
                     return
-                smallest = ConfigSolver(self._numbers, row, float("inf")).smallest()
+                smallest = ConfigSolver(self._cost_table, row, float("inf")).smallest()
                 measured = self._measure(smallest)
                 if measured.fits:
                     yield smallest, measured
-                    room = self._capacity - max(measured.excess_bytes, 0.0)
-                    if found := self._fastest(room, grid["tp"] == grid["tp"][row], _FEW):
+                    capacity = self._capacity - max(measured.excess_bytes, 0.0)
+                    if found := self._fastest(capacity, grid["tp"] == grid["tp"][row], _FEW):
                         yield found
                     return
 
     def _fastest(
-        self, room: float, among: NDArray[np.bool_] | None = None, looks: int = _LOOKED_AT
+        self, capacity: float, among: NDArray[np.bool_] | None = None, num_rows: int = _MOST_ROWS
     ) -> Answer | None:
         """Return a fast candidate within a limit of linear bytes whose replay fits.
 
         Args:
-            room: Linear bytes that one rank may use.
+            capacity: Linear bytes that one rank may use.
             among: [configs] mask of the configurations to try; None for all.
-            looks: Number of configurations to try.
+            num_rows: Number of configurations to try.
 
         Returns:
             The candidate and its replayed memory; None if no replayed candidate fits.
         """
-        can_be = (self._held <= room) & np.isfinite(self._times)
+        can_be = (self._least_bytes <= capacity) & np.isfinite(self._times)
         # Prefer configurations with one stage: more stages take longer to replay, and need memory
         # that linear bytes leave out.
         for name in ("pp", "virtual"):
-            alone = can_be & (self._numbers.grid[name] == 1)
+            alone = can_be & (self._cost_table.grid[name] == 1)
             can_be = alone if alone.any() else can_be
         rows = np.flatnonzero(can_be if among is None else can_be & among)
         if not len(rows):
             return None
-        order = np.argsort(priced_bounds(self._numbers, rows, room), kind="stable")
-        asked = 0
-        for row in map(int, rows[order[:looks]]):
-            if self._is_late() or asked == _ASKED:
+        order = np.argsort(priced_bounds(self._cost_table, rows, capacity), kind="stable")
+        num_measured = 0
+        for row in map(int, rows[order[:num_rows]]):
+            if self._is_late() or num_measured == _MOST_MEASURED:
                 break
             if not self._is_open(row):
                 continue
-            candidate = solve_config(self._numbers, row, room)
+            candidate = solve_config(self._cost_table, row, capacity)
             if candidate is None or not self._is_open(row, candidate):
                 continue
-            measured, asked = self._measure(candidate), asked + 1
+            measured, num_measured = self._measure(candidate), num_measured + 1
             if measured.fits:
                 return candidate, measured
         return None

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from meshplan.cost.grid import GRID, MODES, SCHEDULE_WORDS
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.planner.space.ep import go_together
-from meshplan.planner.space.offload import may_lie_there
+from meshplan.planner.space.offload import may_offload
 from meshplan.planner.space.space import Freedom, divisors
 
 _DDP, _ZERO1, _SHARD = range(len(MODES))
@@ -33,13 +33,13 @@ def enumerate_grid(free: Freedom) -> NDArray[np.void]:
                 inner = tp * cp * pp
                 if free.world % inner == 0 and _shares_heads(free, tp, cp):
                     for data in _data(free, free.world // inner):
-                        for ep in _lent(free, data[1], {"pp": pp, "cp": cp, "tp": tp}):
+                        for ep in _ep_sizes(free, data[1], {"pp": pp, "cp": cp, "tp": tp}):
                             steps = [*_steps(free, (pp, *data[:2], cp, tp, ep), data[2])]
                             # Several loss chunks need all logits of a token, and the whole model,
                             # on one rank: only the first number is tried with tp, cp or pp.
                             chunks = free.loss_chunks[: None if inner == 1 else 1]
                             for what in offloads:
-                                if may_lie_there(free, (pp, *data[:2], cp), data[2], what):
+                                if may_offload(free, (pp, *data[:2], cp), data[2], what):
                                     rows += [(*step, what, parts) for step in steps
                                              for parts in chunks
                                              if not (what and step[-1] in _HALVED)]  # fmt: skip
@@ -51,7 +51,7 @@ def _shares_heads(free: Freedom, tp: int, cp: int) -> bool:
     return cp == 1 or not any(heads % (tp * cp) for heads in free.heads)
 
 
-def _lent(free: Freedom, shard: int, sizes: Mapping[str, int]) -> Iterator[int]:
+def _ep_sizes(free: Freedom, shard: int, sizes: Mapping[str, int]) -> Iterator[int]:
     """Yield the sizes of ep that divide dp_shard and are compatible with the other axes.
 
     Args:

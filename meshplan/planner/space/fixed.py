@@ -40,13 +40,13 @@ def fixed_choices_of(spec: Spec, graph: ModelGraph) -> Pins:
         raise PlanError(cascade.problems)
     pins = {}
     for fqn in graph.blocks():
-        again = _policy(spec, cascade, graph, fqn)
+        recompute = _policy(spec, cascade, graph, fqn)
         back = cascade.inherited(fqn, "reshard_after_forward")
         if back is not None and not isinstance(back.value, bool):
             what = "the planner has no figures for parameters resharded over fewer ranks"
             raise PlanError(Problem(what, spec.origin(back.path), "write true or false"))
         pins[fqn] = Pin(
-            (RECOMPUTE.index(again),) if again else (),
+            (RECOMPUTE.index(recompute),) if recompute else (),
             (int(back.value),) if back else (),
         )
     return {fqn: pin for fqn, pin in pins.items() if pin != Pin()}
@@ -79,7 +79,7 @@ def check_fixed_choices(spec: Spec) -> None:
         for rule in spec.rules
         if rule.activation_checkpointing is not None
     }
-    asked = [
+    stated = [
         *((f"{at}.save", "a list of operations to save") for at, p in policies.items()
           if p.save),
         *((f"{at}.budget", "a budget for activation memory") for at, p in policies.items()
@@ -88,11 +88,11 @@ def check_fixed_choices(spec: Spec) -> None:
           if isinstance(size, Borrow) and axis != "ep"),
     ]  # fmt: skip
     if isinstance(spec.batch.accumulate, Mapping):
-        asked.append(("batch.accumulate", "a batch that changes with the epoch"))
+        stated.append(("batch.accumulate", "a batch that changes with the epoch"))
     problems = [
         Problem(f"the planner does not support {what} yet", spec.origin(path),
                 "leave it out, or state every open key")
-        for path, what in asked
+        for path, what in stated
     ]  # fmt: skip
     if problems:
         raise PlanError(problems)

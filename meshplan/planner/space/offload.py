@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, PARAMS_THERE
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, PARAMS_ON_HOST
 from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.memory.answer.hosts import host_limit
 from meshplan.plan.plan import Plan
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 WORDS: Final = {
     "none": 0,
-    "params": PARAMS_THERE,
-    "activations": ACTIVATIONS_THERE,
-    "both": PARAMS_THERE | ACTIVATIONS_THERE,
+    "params": PARAMS_ON_HOST,
+    "activations": ACTIVATIONS_ON_HOST,
+    "both": PARAMS_ON_HOST | ACTIVATIONS_ON_HOST,
 }
 """{word that a user may write for `offload`: value of the grid's `offload`}."""
 ONLY_IN_FULL: Final = (
@@ -34,10 +34,10 @@ _DDP, _SHARD = MODES.index("ddp"), MODES.index("shard")
 def stated_offloads(spec: Spec) -> tuple[int, ...]:
     """Return the values of the grid's `offload` that agree with the plan, in increasing order."""
     offload = spec.offload
-    params = _open(offload.params, PARAMS_THERE)
+    params = _open(offload.params, PARAMS_ON_HOST)
     if offload.optimizer in (True, False) and offload.params in (None, AUTO):
-        params = (PARAMS_THERE * offload.optimizer,)
-    activations = _open(offload.activations, ACTIVATIONS_THERE)
+        params = (PARAMS_ON_HOST * offload.optimizer,)
+    activations = _open(offload.activations, ACTIVATIONS_ON_HOST)
     return tuple(sorted(a | b for a in params for b in activations))
 
 
@@ -48,7 +48,7 @@ def _open(value: object, bit: int) -> tuple[int, ...]:
 
 def as_stated(what: int) -> Offload:
     """Return the spec's `offload` for a value of the grid's `offload`."""
-    return Offload(params=bool(what & PARAMS_THERE), activations=bool(what & ACTIVATIONS_THERE))
+    return Offload(params=bool(what & PARAMS_ON_HOST), activations=bool(what & ACTIVATIONS_ON_HOST))
 
 
 def offload_words(spec: Spec, what: int) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def offload_words(spec: Spec, what: int) -> dict[str, Any]:
         what: Value of the grid's `offload`.
     """
     offload = spec.offload
-    parts = {"params": bool(what & PARAMS_THERE), "activations": bool(what & ACTIVATIONS_THERE)}
+    parts = {"params": bool(what & PARAMS_ON_HOST), "activations": bool(what & ACTIVATIONS_ON_HOST)}
     stated = {name: getattr(offload, name) for name in parts}
     if all((now or False) == stated[name] or (not now and stated[name] is None)
            for name, now in parts.items()):  # fmt: skip
@@ -71,11 +71,11 @@ def offload_words(spec: Spec, what: int) -> dict[str, Any]:
     return {"offload": {name: True for name, there in parts.items() if there}}
 
 
-def may_lie_there(free: Freedom, sizes: Sequence[int], mode: int, what: int) -> bool:
+def may_offload(free: Freedom, sizes: Sequence[int], mode: int, what: int) -> bool:
     """Return True if a configuration may have this offload.
 
-    Offloaded parameters need FSDP2, and in a pipeline `Freedom.stages_there`. Without offload,
-    FSDP2 over a single data rank has no use if there are several devices.
+    Offloaded parameters need FSDP2, and in a pipeline `Freedom.stages_may_offload`. Without
+    offload, FSDP2 over a single data rank has no use if there are several devices.
 
     Args:
         free: The space.
@@ -84,9 +84,9 @@ def may_lie_there(free: Freedom, sizes: Sequence[int], mode: int, what: int) -> 
         what: Value of the grid's `offload`.
     """
     pp, _, shard, cp = sizes
-    if not what & PARAMS_THERE:
+    if not what & PARAMS_ON_HOST:
         return mode != _SHARD or shard > 1 or free.world == 1
-    return mode != _DDP and (shard > 1 or cp == 1) and (pp == 1 or free.stages_there)
+    return mode != _DDP and (shard > 1 or cp == 1) and (pp == 1 or free.stages_may_offload)
 
 
 def over_host(spec: Spec, plan: Plan, memory: MemoryEstimate) -> str | None:
@@ -101,10 +101,10 @@ def over_host(spec: Spec, plan: Plan, memory: MemoryEstimate) -> str | None:
         return None
     # Another cut of the stages may balance the hosts, but it does not change the total.
     is_all = plan.mesh.size("pp") == 1 or host.mean_bytes > host.limit_bytes
-    return too_much_there(spec) * is_all
+    return too_much_on_host(spec) * is_all
 
 
-def too_much_there(spec: Spec) -> str:
+def too_much_on_host(spec: Spec) -> str:
     """Return the message that the host's memory is too small for a configuration."""
     is_stated = spec.hardware is not None and spec.hardware.host_memory_bytes is not None
     known = "" if is_stated else ", assumed: hardware.host_memory states it"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from meshplan.cost.config import SHARD, STRATEGY_OPTIONS
-from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, PARAMS_THERE, RECOMPUTE
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, OPTIONS, PARAMS_ON_HOST, RECOMPUTE
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.mesh import AXES
 from meshplan.planner.space.batch import of_data_rank
@@ -84,7 +84,7 @@ class Freedom:
         loss_parallel: {size of tp: True if tp shards the loss along the vocabulary}.
         experts: Patterns of the modules whose experts ep shards.
         offload: Values of the grid's `offload` that the plan leaves open.
-        stages_there: If True, pipeline stages may have their parameters on the host.
+        stages_may_offload: If True, pipeline stages may have their parameters on the host.
         loss_chunks: Numbers of loss chunks. With pp, cp or tp, only the first is possible.
         allocators: Allocator settings that the plan may have, the simplest first.
         rejected: Values that were left out, with reasons.
@@ -109,7 +109,7 @@ class Freedom:
     loss_parallel: Mapping[int, bool] = field(default_factory=dict)
     experts: tuple[str, ...] = ()
     offload: tuple[int, ...] = (0,)
-    stages_there: bool = True
+    stages_may_offload: bool = True
     loss_chunks: tuple[int, ...] = (1,)
     allocators: tuple[Allocator, ...] = ("default",)
     rejected: tuple[Rejected, ...] = ()
@@ -168,7 +168,7 @@ def freedom_of(
         spec, axes["cp"], heads, lambda size: refuses(with_axes(spec, {"cp": size}))
     )
     rejected += (Rejected(what, why) for what, why in left_out)
-    axes["ep"] = tuple(_spread(spec, axes["ep"], experts, refuses, rejected))
+    axes["ep"] = tuple(_ep_sizes(spec, axes["ep"], experts, refuses, rejected))
     schedules, without = schedules_of(spec, axes["pp"], keeps_from_rounds)
     rejected += (Rejected(f"pipeline.schedule={words}", why) for words, why in without)
     modes: tuple[int, ...] = tuple(range(len(MODES)))
@@ -206,7 +206,7 @@ def freedom_of(
         offload=offload,
         loss_chunks=chunks,
         allocators=allocators_of(spec),
-        stages_there=not offload[0] & PARAMS_THERE
+        stages_may_offload=not offload[0] & PARAMS_ON_HOST
         or max(axes["pp"], default=1) == 1
         or not refuses(with_offload(spec, offload[0], pp=2)),
     )
@@ -310,7 +310,7 @@ def _stated_microbatches(spec: Spec) -> int | None:
     return stated if isinstance(stated, int) else None
 
 
-def _spread(
+def _ep_sizes(
     spec: Spec,
     sizes: Sequence[int],
     experts: ExpertCounts,
@@ -354,7 +354,7 @@ def _check_offload(spec: Spec, what: int, refuses: Callable[[Spec], str]) -> Non
         there = replace(trial.offload, optimizer=optimizer, params=params)
         trial = replace(trial, offload=there)
     why, fix = refuses(trial), "leave it out, or state every open key"
-    if not why and what & ACTIVATIONS_THERE and stated and mode != "full":
+    if not why and what & ACTIVATIONS_ON_HOST and stated and mode != "full":
         why = ONLY_IN_FULL
         fix = "write activation_checkpointing: full"
     if why:

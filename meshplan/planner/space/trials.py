@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from meshplan.cost.grid import ACTIVATIONS_THERE
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST
 from meshplan.planner.space.cp import context_of
 from meshplan.planner.space.ep import as_trial
 from meshplan.planner.space.offload import as_stated
@@ -70,7 +70,7 @@ def with_offload(
     spread = {axis: size for axis, size in sizes.items() if size > 1}
     trial = with_axes(spec, spread, experts=experts)
     policy = trial.activation_checkpointing
-    if what & ACTIVATIONS_THERE:
+    if what & ACTIVATIONS_ON_HOST:
         policy = replace(policy, mode="full")
     return replace(trial, offload=as_stated(what), activation_checkpointing=policy)
 

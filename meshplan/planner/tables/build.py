@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, RECOMPUTE, ProgramKey, cuts_of
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, OPTIONS, RECOMPUTE, ProgramKey, cuts_of
 from meshplan.cost.pipeline import crossing_seconds, pipeline_seconds
 from meshplan.cost.profile import Profile
 from meshplan.cost.step import terms, widths_of
@@ -22,25 +22,25 @@ from meshplan.planner.space.fixed import Pin, Pins
 from meshplan.planner.tables.cost_table import CostTable
 from meshplan.planner.tables.memory_bounds import (
     HeldElementBytes,
-    ahead_bytes,
     always_bytes,
+    backward_growth_bytes,
     have_waited,
     is_late,
     passing_bytes,
+    prefetched_bytes,
     reduced_bytes,
     reducing_bytes,
     resident_bytes,
     saved_bytes,
     scattering_bytes,
     step_bytes,
-    turning_bytes,
     waiting_bytes,
     whole_bytes,
 )
 from meshplan.planner.tables.stream_pools import stream_pools_of
 from meshplan.spec.spec import Precision
 
-_FULL: Final = np.array([again == RECOMPUTE.index("full") for again, _ in OPTIONS])
+_FULL: Final = np.array([mode == RECOMPUTE.index("full") for mode, _ in OPTIONS])
 _ONCE: Final = [OPTIONS.index((0, reshard)) for _, reshard in OPTIONS]
 """For each option, the index of the option with the same reshard and without recomputation."""
 
@@ -103,14 +103,18 @@ def cost_table_of(
                 part, kind, profile, gpus_per_node, precision, dtype=dtype, exchanges=exchanges
             )
             pin = left[number]
-            again, back = pin.recompute or recompute, pin.reshard or reshard
+            own_recompute, own_reshard = pin.recompute or recompute, pin.reshard or reshard
             if not kind.has_options:
-                again, back = (0,), (0,)
+                own_recompute, own_reshard = (0,), (0,)
             is_sharded = (part["mode"] == MODES.index("shard"))[:, None]
-            offered = np.where(is_sharded, _options(again, back)[None], _options(again, (0,))[None])
+            offered = np.where(
+                is_sharded,
+                _options(own_recompute, own_reshard)[None],
+                _options(own_recompute, (0,))[None],
+            )
             if kind.has_options and part["offload"].any():
                 # Activations are offloaded only where every block is recomputed in full.
-                waits = (part["offload"] & ACTIVATIONS_THERE) > 0
+                waits = (part["offload"] & ACTIVATIONS_ON_HOST) > 0
                 offered = offered & (_FULL[None] | ~waits[:, None])
             seconds[rows, number] = np.where(offered, found.seconds, np.inf)
             compute[rows, number], tensor[rows, number] = found.compute_s, found.exposed_tp_s
@@ -133,12 +137,14 @@ def cost_table_of(
                     at_last[rows] = np.minimum(at_last[rows], pools.last)
             if are_units:
                 made = reducing_bytes(part, kind, sizes, reduce_bytes) * kind.has_options
-                held = always_bytes(part, kind, sizes) + reduced_bytes(part, kind, sizes)
-                own = made + ahead_bytes(made, part, kind, int(counts[number]), sizes)
-                always, passing = always + counts[number] * held, np.maximum(passing, own)
-                reduction_floor_bytes[rows] = np.maximum(reduction_floor_bytes[rows], held + own)
+                num_bytes = always_bytes(part, kind, sizes) + reduced_bytes(part, kind, sizes)
+                own = made + prefetched_bytes(made, part, kind, int(counts[number]), sizes)
+                always, passing = always + counts[number] * num_bytes, np.maximum(passing, own)
+                reduction_floor_bytes[rows] = np.maximum(
+                    reduction_floor_bytes[rows], num_bytes + own
+                )
                 if kind.has_options:
-                    own = turning_bytes(made, part, kind, offered)
+                    own = backward_growth_bytes(made, part, kind, offered)
                     backward_extra_bytes[rows] = np.minimum(backward_extra_bytes[rows], own)
                     own = passing_bytes(part, kind, offered)
                     passes[rows] = np.minimum(passes[rows], own)
@@ -187,7 +193,7 @@ def cost_table_of(
         once_s=once,
         compute_s=compute,
         tensor_s=tensor,
-        again_s=repeated,
+        recompute_s=repeated,
         host_s=host,
     )
 
@@ -225,7 +231,7 @@ def _ends(chain: Chain) -> tuple[list[BlockKind], list[BlockKind]]:
 
 def _options(recompute: tuple[int, ...], reshard: tuple[int, ...]) -> NDArray[np.bool_]:
     """Return an [options] mask of the options with these values of recompute and reshard."""
-    return np.array([again in recompute and back in reshard for again, back in OPTIONS])
+    return np.array([mode in recompute and freed in reshard for mode, freed in OPTIONS])
 
 
 def _aligned(

@@ -69,7 +69,7 @@ class CostTable:
         compute_s: [configs, kinds] part of `seconds` for the model's operations, without
             communication and recomputation.
         tensor_s: [configs, kinds] part of `seconds` for communication of tp, ep and cp.
-        again_s: [configs, kinds, options] part of `seconds` for recomputation.
+        recompute_s: [configs, kinds, options] part of `seconds` for recomputation.
         host_s: [configs, kinds] part of `seconds` for an optimizer on the host, and for waiting for
             copies to and from the host.
     """
@@ -93,7 +93,7 @@ class CostTable:
     stages: tuple[int | None, ...] = ()
     compute_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     tensor_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
-    again_s: Floats = field(default_factory=lambda: np.zeros((0, 0, 0)))
+    recompute_s: Floats = field(default_factory=lambda: np.zeros((0, 0, 0)))
     host_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
 
     @cached_property
@@ -115,7 +115,7 @@ class CostTable:
         return alike(self.order, self.seconds.shape[1])
 
     @cached_property
-    def lanes(self) -> dict[int, Any]:
+    def stage_layouts(self) -> dict[int, Any]:
         """Cache of `stage_layout_of` by configuration, which a search solves many times."""
         return {}
 
@@ -168,7 +168,7 @@ class CostTable:
             stages=self.stages,
         )
 
-    def on_top(self, row: int, rank: int) -> float:
+    def extra_bytes(self, row: int, rank: int) -> float:
         """Return the bytes that a rank needs besides those of its blocks and of sent outputs.
 
         Args:
@@ -193,9 +193,9 @@ class CostTable:
             had_backward: If True, the stage has had a backward at its peak, so its unsharded
                 gradients exist.
         """
-        held = self.resident[row] + in_flight * self.saved[row]
+        num_bytes = self.resident[row] + in_flight * self.saved[row]
         return Options(
-            self.seconds[row], held + had_backward * self.unreduced_grad_bytes[row][:, None]
+            self.seconds[row], num_bytes + had_backward * self.unreduced_grad_bytes[row][:, None]
         )
 
 
@@ -239,43 +239,43 @@ def weights(grid: NDArray[np.void]) -> tuple[Floats, Floats]:
     return grid["microbatches"] - b, b
 
 
-def time_bounds(numbers: CostTable) -> Floats:
+def time_bounds(table: CostTable) -> Floats:
     """Return [configs] lower bounds on the seconds of a step with unlimited memory."""
-    fastest = numbers.seconds.min(axis=2)
-    there = numbers.counts > 0
+    fastest = table.seconds.min(axis=2)
+    there = table.counts > 0
     return step_seconds(
-        numbers, fastest[:, there] @ numbers.counts[there], fastest[:, there].max(axis=1)
+        table, fastest[:, there] @ table.counts[there], fastest[:, there].max(axis=1)
     )
 
 
-def memory_bounds(numbers: CostTable) -> Floats:
+def memory_bounds(table: CostTable) -> Floats:
     """Return [configs] lower bounds on the bytes of the fullest rank, with unlimited time."""
-    stages = numbers.grid["pp"].astype(float)
+    stages = table.grid["pp"].astype(float)
     # The fullest rank needs at least the mean over all ranks, and at least the model's largest
     # block. `kept` sums over the ranks, with every block at its smallest option.
-    held = _HeldBytes(numbers, np.arange(len(numbers.grid)))
-    kept = held.total(lambda each: each.min(axis=2)) + numbers.sent * sent_in_flight(numbers.grid)
+    block_bytes = _BlockBytes(table, np.arange(len(table.grid)))
+    kept = block_bytes.total(lambda each: each.min(axis=2)) + table.sent * sent_in_flight(
+        table.grid
+    )
     kept += (
-        numbers.first_rank_extra_bytes
-        + numbers.last_rank_extra_bytes
-        + numbers.last_stage_extra_bytes
-        + (stages - 1) * numbers.backward_extra_bytes
+        table.first_rank_extra_bytes
+        + table.last_rank_extra_bytes
+        + table.last_stage_extra_bytes
+        + (stages - 1) * table.backward_extra_bytes
     )
-    mean = np.maximum(
-        kept / stages + numbers.all_ranks_extra_bytes, numbers.step_floor_bytes / stages
-    )
-    most = np.maximum(mean, held.least.min(axis=2).max(axis=1))
-    return np.asarray(np.maximum(most, numbers.reduction_floor_bytes), dtype=np.float64)
+    mean = np.maximum(kept / stages + table.all_ranks_extra_bytes, table.step_floor_bytes / stages)
+    most = np.maximum(mean, block_bytes.least.min(axis=2).max(axis=1))
+    return np.asarray(np.maximum(most, table.reduction_floor_bytes), dtype=np.float64)
 
 
-def priced_bounds(numbers: CostTable, rows: Counts, capacity: float, tries: int = 14) -> Floats:
+def priced_bounds(table: CostTable, rows: Counts, capacity: float, tries: int = 14) -> Floats:
     """Return lower bounds on the seconds of a step within a memory limit, by weak duality.
 
     For any price of a byte, the minimum of seconds + price * bytes, less price * capacity, is at
     most the optimum. The highest bound of several prices is taken.
 
     Args:
-        numbers: The cost table.
+        table: The cost table.
         rows: [queries] indices of configurations in the grid.
         capacity: Linear bytes that one rank may use.
         tries: Number of prices.
@@ -283,40 +283,40 @@ def priced_bounds(numbers: CostTable, rows: Counts, capacity: float, tries: int 
     Returns:
         [queries] seconds.
     """
-    held = _HeldBytes(numbers, rows)
-    stages = numbers.grid[rows]["pp"].astype(float)
+    block_bytes = _BlockBytes(table, rows)
+    stages = table.grid[rows]["pp"].astype(float)
     # `whole` is what the blocks of all ranks together may use: every rank's capacity less what it
     # needs on top of its blocks.
     whole = (
-        stages * (capacity - numbers.all_ranks_extra_bytes[rows])
-        - (stages - 1) * numbers.backward_extra_bytes[rows]
+        stages * (capacity - table.all_ranks_extra_bytes[rows])
+        - (stages - 1) * table.backward_extra_bytes[rows]
     )
-    whole -= numbers.last_stage_extra_bytes[rows]
-    whole -= numbers.sent[rows] * sent_in_flight(numbers.grid[rows])
-    whole -= numbers.first_rank_extra_bytes[rows] + numbers.last_rank_extra_bytes[rows]
+    whole -= table.last_stage_extra_bytes[rows]
+    whole -= table.sent[rows] * sent_in_flight(table.grid[rows])
+    whole -= table.first_rank_extra_bytes[rows] + table.last_rank_extra_bytes[rows]
     # At price 0 every block takes its fastest option. The other prices are the bound so far divided
     # by all memory, times powers of two around 1.
-    best = held.seconds.min(axis=2) @ held.count
-    slowest = held.seconds.min(axis=2).max(axis=1)
+    best = block_bytes.seconds.min(axis=2) @ block_bytes.count
+    slowest = block_bytes.seconds.min(axis=2).max(axis=1)
     for number in range(tries if np.isfinite(capacity) else 0):
         price = best / np.maximum(whole, 1.0) * 2.0 ** (number - tries // 2)
-        best = np.maximum(best, held.priced(price) - price * whole)
-    return step_seconds(numbers, best, slowest, rows)
+        best = np.maximum(best, block_bytes.priced(price) - price * whole)
+    return step_seconds(table, best, slowest, rows)
 
 
 def by_bound(
-    numbers: CostTable, capacity: float, times: Floats, held: Floats
+    table: CostTable, capacity: float, times: Floats, least_bytes: Floats
 ) -> Iterator[tuple[float, int]]:
     """Yield (lower bound on the seconds, index) of the configurations that may fit, lowest first.
 
     Args:
-        numbers: The cost table.
+        table: The cost table.
         capacity: Linear bytes that one rank may use.
         times: [configs] bounds of `time_bounds`.
-        held: [configs] bounds of `memory_bounds`.
+        least_bytes: [configs] bounds of `memory_bounds`.
     """
     order = np.argsort(times, kind="stable")
-    order = order[(held[order] <= capacity) & np.isfinite(times[order])]
+    order = order[(least_bytes[order] <= capacity) & np.isfinite(times[order])]
     # Compute priced bounds only as far as needed: a configuration whose time bound is above the
     # lowest priced bound in the heap cannot come before that one.
     heap: list[tuple[float, int]] = []
@@ -325,14 +325,14 @@ def by_bound(
         if at < len(order) and (not heap or times[order[at]] <= heap[0][0]):
             rows = order[at : at + _BATCH]
             at += len(rows)
-            bounds = np.maximum(priced_bounds(numbers, rows, capacity), times[rows])
+            bounds = np.maximum(priced_bounds(table, rows, capacity), times[rows])
             for bound, row in zip(bounds, rows, strict=True):
                 heapq.heappush(heap, (float(bound), int(row)))
             continue
         yield heapq.heappop(heap)
 
 
-class _HeldBytes:
+class _BlockBytes:
     """Linear bytes of one block of each kind, and sums over all blocks, in some configurations.
 
     Attributes:
@@ -344,22 +344,22 @@ class _HeldBytes:
             None if every rank has one stage.
     """
 
-    def __init__(self, numbers: CostTable, rows: Counts) -> None:
-        grid, there = numbers.grid[rows], np.flatnonzero(numbers.counts > 0)
+    def __init__(self, table: CostTable, rows: Counts) -> None:
+        grid, there = table.grid[rows], np.flatnonzero(table.counts > 0)
         at = np.ix_(rows, there)
-        self.count = numbers.counts[there]
-        self.seconds, resident, saved = numbers.seconds[at], numbers.resident[at], numbers.saved[at]
+        self.count = table.counts[there]
+        self.seconds, resident, saved = table.seconds[at], table.resident[at], table.saved[at]
         is_open = np.isfinite(self.seconds)
 
-        def held(keeps: Floats) -> Floats:
-            return np.where(is_open, resident + keeps[:, None, None] * saved, np.inf)
+        def bytes_with(in_flight: Floats) -> Floats:
+            return np.where(is_open, resident + in_flight[:, None, None] * saved, np.inf)
 
-        self.least, self.more = held(fewest_in_flight(grid)), None
+        self.least, self.more = bytes_with(fewest_in_flight(grid)), None
         if (grid["virtual"] > 1).any():
-            self.more = held(usual_in_flight(grid))
-            block = numbers.block
+            self.more = bytes_with(usual_in_flight(grid))
+            block = table.block
             self._block = int(np.flatnonzero(there == block)[0])
-            self._usual = usual_blocks(grid, int(numbers.counts[block]))
+            self._usual = usual_blocks(grid, int(table.counts[block]))
 
     def total(self, value: Callable[[Floats], Floats]) -> Floats:
         """Return [configs] sums, over all blocks, of a value that depends on a block's bytes.
@@ -385,20 +385,20 @@ class _HeldBytes:
         seconds, each = self.seconds, price[:, None, None]
         is_open = np.isfinite(seconds)
 
-        def paid(held: Floats) -> Floats:
-            cost = seconds + each * np.where(is_open, held, 0.0)
+        def least_price(num_bytes: Floats) -> Floats:
+            cost = seconds + each * np.where(is_open, num_bytes, 0.0)
             return np.asarray(cost.min(axis=2))
 
-        return self.total(paid)
+        return self.total(least_price)
 
 
 def step_seconds(
-    numbers: CostTable, total: Floats, block: Floats, rows: Counts | None = None
+    table: CostTable, total: Floats, block: Floats, rows: Counts | None = None
 ) -> Floats:
     """Return lower bounds on the seconds of a step from the blocks' seconds for one microbatch.
 
     Args:
-        numbers: The cost table.
+        table: The cost table.
         total: [queries] seconds of all blocks together.
         block: [queries] seconds of the slowest block.
         rows: [queries] indices of configurations in the grid; None for all of them.
@@ -406,13 +406,13 @@ def step_seconds(
     Returns:
         [queries] seconds, with stages as equal as possible; infinite where `total` or `block` is.
     """
-    rows = np.arange(len(numbers.grid)) if rows is None else rows
-    grid = numbers.grid[rows]
+    rows = np.arange(len(table.grid)) if rows is None else rows
+    grid = table.grid[rows]
     a, b = weights(grid)
     # Infinite seconds times a weight of 0 would be NaN.
     exists = np.isfinite(total) & np.isfinite(block)
     total, block = np.where(exists, total, 0.0), np.where(exists, block, 0.0)
     # The slowest stage takes at least the mean of all stages, and at least its slowest block.
     slowest = np.maximum(total / grid["pp"], block)
-    seconds: Floats = np.where(exists, a * slowest + b * total + numbers.once_s[rows], np.inf)
+    seconds: Floats = np.where(exists, a * slowest + b * total + table.once_s[rows], np.inf)
     return seconds

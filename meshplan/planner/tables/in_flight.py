@@ -56,7 +56,7 @@ def had_backward(row: np.void, rank: int) -> bool:
     return forwards < m * v and forwards % (size * v) >= (v - 1) * size
 
 
-def handed_on(row: np.void, rank: int) -> tuple[float, ...]:
+def outputs_in_flight(row: np.void, rank: int) -> tuple[float, ...]:
     """Return the number of microbatches whose output each stage of a rank keeps at the high point.
 
     With a split backward, an output is kept until the first half of its backward.
@@ -85,7 +85,7 @@ def fewest_in_flight(grid: NDArray[np.void]) -> Floats:
 
 
 def sent_in_flight(grid: NDArray[np.void]) -> Floats:
-    """Return [configs] sums of `handed_on` over all stages but the model's first and last.
+    """Return [configs] sums of `outputs_in_flight` over all stages but the model's first and last.
 
     The last stage sends no output to another stage. The output of the first stage is not counted
     here, because `cost.chain` counts as much for the input of the first block.

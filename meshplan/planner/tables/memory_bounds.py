@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.grid import (
-    ACTIVATIONS_THERE,
+    ACTIVATIONS_ON_HOST,
     MODES,
     OPTION_RECOMPUTE,
     OPTION_RESHARD,
     in_halves,
 )
-from meshplan.cost.host import is_there
+from meshplan.cost.host import has_params_on_host
 from meshplan.cost.shares import share
 from meshplan.cost.types import BlockKind
 from meshplan.layout.dtypes import DTYPE_BYTES
@@ -82,7 +82,7 @@ def scattering_bytes(
     trained = float(sum(block.numels) - block.frozen)
     apart = min(float(block.expert_numel), trained - block.expert_numel)
     numel = np.where(grid["ep"] > 1, max(apart, 0.0), trained)
-    scatters = late & (grid["mode"] == _SHARD) & ~in_halves(grid) & ~is_there(grid)
+    scatters = late & (grid["mode"] == _SHARD) & ~in_halves(grid) & ~has_params_on_host(grid)
     many = np.where(scatters, grid["virtual"] - 1, 0)
     return np.asarray(many * numel * reduce_bytes, dtype=np.float64)
 
@@ -100,9 +100,9 @@ def resident_bytes(
     """
     numel = float(sum(kind.numels))
     mode = grid["mode"][:, None]
-    held = np.where(mode == _DDP, numel, share(grid, kind)[:, None])
-    trained = held * trained_share(kind)
-    own = held * sizes.stored + trained * sizes.states
+    local_numel = np.where(mode == _DDP, numel, share(grid, kind)[:, None])
+    trained = local_numel * trained_share(kind)
+    own = local_numel * sizes.stored + trained * sizes.states
     # Forward uses a copy of the parameters, unless they are neither sharded nor cast.
     is_copied = (mode != _DDP) | (sizes.computed != sizes.stored)
     is_freed = (mode == _SHARD) & kind.has_options & OPTION_RESHARD[None, :]
@@ -112,7 +112,7 @@ def resident_bytes(
     is_bucket = (mode == _DDP) & (grid["pp"] == 1)[:, None]
     gradients = np.where(waits | is_bucket, whole_bytes(grid, kind, sizes)[:, None], 0.0)
     gradients = gradients + reduced_bytes(grid, kind, sizes)[:, None]
-    own = np.where(is_there(grid)[:, None], 0.0, own + gradients)
+    own = np.where(has_params_on_host(grid)[:, None], 0.0, own + gradients)
     return np.asarray(own + copied, dtype=np.float64)
 
 
@@ -134,7 +134,7 @@ def whole_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes
     """
     numel = float(sum(kind.numels)) * trained_share(kind)
     whole = np.where(in_halves(grid), min(sizes.computed, sizes.stored), sizes.stored) * numel
-    is_whole = ((grid["mode"] != _SHARD) | in_halves(grid)) & ~is_there(grid)
+    is_whole = ((grid["mode"] != _SHARD) | in_halves(grid)) & ~has_params_on_host(grid)
     return np.asarray(np.where(is_whole, whole, 0.0), dtype=np.float64)
 
 
@@ -148,9 +148,9 @@ def reduced_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementByt
     """
     is_alone = grid["dp_replicate"] * grid["dp_shard"] * grid["cp"] == 1
     is_piped = (grid["pp"] > 1) & ~(is_alone & (sizes.computed == sizes.stored))
-    are_units = ((grid["mode"] != _DDP) | is_piped) & ~is_there(grid)
-    held = np.where(grid["mode"] == _DDP, float(sum(kind.numels)), share(grid, kind))
-    reduced = held * trained_share(kind) * sizes.stored
+    are_units = ((grid["mode"] != _DDP) | is_piped) & ~has_params_on_host(grid)
+    local_numel = np.where(grid["mode"] == _DDP, float(sum(kind.numels)), share(grid, kind))
+    reduced = local_numel * trained_share(kind) * sizes.stored
     return np.asarray(np.where(are_units, reduced, 0.0), dtype=np.float64)
 
 
@@ -160,10 +160,10 @@ def step_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes)
     They are those of its parameters, gradients and optimizer states.
     """
     numel = float(sum(kind.numels))
-    held = np.where(grid["mode"] == _DDP, numel, share(grid, kind))
-    trained = held * trained_share(kind)
-    held_bytes = held * sizes.stored + trained * (sizes.stored + sizes.states)
-    return np.asarray(np.where(is_there(grid), 0.0, held_bytes), dtype=np.float64)
+    local_numel = np.where(grid["mode"] == _DDP, numel, share(grid, kind))
+    trained = local_numel * trained_share(kind)
+    num_bytes = local_numel * sizes.stored + trained * (sizes.stored + sizes.states)
+    return np.asarray(np.where(has_params_on_host(grid), 0.0, num_bytes), dtype=np.float64)
 
 
 def reducing_bytes(
@@ -200,7 +200,7 @@ def passing_bytes(grid: NDArray[np.void], kind: BlockKind, offered: Options) -> 
     return np.asarray(np.where(in_halves(grid), 0.0, passing), dtype=np.float64)
 
 
-def turning_bytes(
+def backward_growth_bytes(
     made: Floats, grid: NDArray[np.void], kind: BlockKind, offered: Options
 ) -> Floats:
     """Return [configs] least bytes by which memory grows during a block's backward.
@@ -220,12 +220,12 @@ def turning_bytes(
 
 def always_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes) -> Floats:
     """Return [configs] bytes that one block always has: parameter shards and optimizer states."""
-    held = np.where(grid["mode"] == _DDP, float(sum(kind.numels)), share(grid, kind))
-    own = held * sizes.stored + held * trained_share(kind) * sizes.states
-    return np.asarray(np.where(is_there(grid), 0.0, own), dtype=np.float64)
+    local_numel = np.where(grid["mode"] == _DDP, float(sum(kind.numels)), share(grid, kind))
+    own = local_numel * sizes.stored + local_numel * trained_share(kind) * sizes.states
+    return np.asarray(np.where(has_params_on_host(grid), 0.0, own), dtype=np.float64)
 
 
-def ahead_bytes(
+def prefetched_bytes(
     made: Floats, grid: NDArray[np.void], kind: BlockKind, count: int, sizes: HeldElementBytes
 ) -> Floats:
     """Return [configs] bytes of prefetched parameters while another block's gradients are reduced.
@@ -240,8 +240,8 @@ def ahead_bytes(
         count: Number of blocks of this kind.
         sizes: Bytes of one element by role.
     """
-    is_there = (made > 0) & (count > grid["pp"])
-    return np.asarray(np.where(is_there, _unit(grid, kind) * sizes.computed, 0.0))
+    prefetches = (made > 0) & (count > grid["pp"])
+    return np.asarray(np.where(prefetches, _unit(grid, kind) * sizes.computed, 0.0))
 
 
 def _unit(grid: NDArray[np.void], kind: BlockKind) -> Floats:
@@ -276,7 +276,7 @@ def waiting_bytes(
     at_first, at_last = (float(sum(kind.numels) - kind.frozen) for kind in (first, last))
     numel = at_last + np.where(grid["pp"] == 1, at_first, 0.0)
     waits = (grid["mode"] == _SHARD) & (grid["microbatches"] > grid["pp"])
-    waits = waits & ~in_halves(grid) & ~is_there(grid)
+    waits = waits & ~in_halves(grid) & ~has_params_on_host(grid)
     return np.asarray(np.where(waits, numel * reduce_bytes, 0.0), dtype=np.float64)
 
 
@@ -285,7 +285,7 @@ def saved_bytes(grid: NDArray[np.void], kind: BlockKind) -> Floats:
     per_sample = np.array(kind.saved_bytes)[OPTION_RECOMPUTE]
     samples = grid["micro"] / grid["cp"]
     if kind.has_options:
-        samples = np.where(grid["offload"] & ACTIVATIONS_THERE, 0.0, samples)
+        samples = np.where(grid["offload"] & ACTIVATIONS_ON_HOST, 0.0, samples)
     else:
         # With a split backward, the first half of the backward of head and loss has run for all but
         # one of the pp microbatches in flight, and has freed what they saved.

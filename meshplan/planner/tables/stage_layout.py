@@ -19,7 +19,7 @@ import numpy as np
 from meshplan.cost.grid import GRID
 from meshplan.planner.knapsack.knapsack import Counts, Options
 from meshplan.planner.tables.cost_table import CostTable, alike
-from meshplan.planner.tables.in_flight import had_backward, handed_on, in_flight_of
+from meshplan.planner.tables.in_flight import had_backward, in_flight_of, outputs_in_flight
 
 Takes = tuple[tuple[int, ...], ...]
 """[kind][option] number of blocks that take each option."""
@@ -33,12 +33,12 @@ class BlockRanges(NamedTuple):
     Attributes:
         made_of: [sets, kinds] distinct block counts, with the kinds of the rank's `Options`.
         at: [ranges] index of each range in a flattened [begin, end] table.
-        look: [ranges] index of each range's contents in `made_of`.
+        contents: [ranges] index of each range's contents in `made_of`.
     """
 
     made_of: Counts
     at: Counts
-    look: Counts
+    contents: Counts
 
 
 class StageLayout:
@@ -47,29 +47,29 @@ class StageLayout:
     Attributes:
         num: Number of ranks of the pipeline.
         menus: The `Options` of each rank's blocks.
-        tops: Bytes of each rank in addition to those of its blocks.
+        extra_bytes: Bytes of each rank in addition to those of its blocks.
         places: Number of places where the line may be cut: before each block, and after the last.
     """
 
-    def __init__(self, numbers: CostTable, row: int) -> None:
-        self._numbers, config = numbers, numbers.grid[row]
+    def __init__(self, table: CostTable, row: int) -> None:
+        self._cost_table, config = table, table.grid[row]
         self.num = int(config["pp"])
-        self._kept, self._had, handed = _scheduled(
+        self._kept, self._had, outputs = _scheduled(
             *(int(config[name]) for name in ("pp", "virtual", "microbatches", "schedule"))
         )
         self.menus = self._menus(row)
-        waiting = [sum(each) for each in handed]
+        waiting = [sum(each) for each in outputs]
         # The last stage sends no output, and the first stage's output counts as its input already.
-        waiting[0] -= handed[0][0]
-        waiting[-1] -= handed[-1][-1] * (self.num > 1)
-        self.tops = [
-            numbers.on_top(row, rank) + float(numbers.sent[row]) * many
+        waiting[0] -= outputs[0][0]
+        waiting[-1] -= outputs[-1][-1] * (self.num > 1)
+        self.extra_bytes = [
+            table.extra_bytes(row, rank) + float(table.sent[row]) * many
             for rank, many in enumerate(waiting)
         ]
-        self.places = len(numbers.order) + 1
+        self.places = len(table.order) + 1
         self._pinned = tuple(
             (place, stage if stage >= 0 else self.num - 1)
-            for place, stage in enumerate(numbers.stages)
+            for place, stage in enumerate(table.stages)
             if stage is not None
         )
 
@@ -77,21 +77,22 @@ class StageLayout:
         # Ranks with equally many microbatches in flight share one `Options`, and so its caches.
         keys = [(each[0], had) for each, had in zip(self._kept, self._had, strict=True)]
         known = {
-            key: self._numbers.menu(row, key[0], had_backward=key[1]) for key in dict.fromkeys(keys)
+            key: self._cost_table.menu(row, key[0], had_backward=key[1])
+            for key in dict.fromkeys(keys)
         }
         return [known[key] for key in keys]
 
     def counts(self, rank: int, i: Counts | int, j: Counts | int) -> Counts:
         """Return the [..., kinds] numbers of blocks in the range from place i up to place j."""
-        before = self._numbers.before
+        before = self._cost_table.before
         return np.asarray(before[j] - before[i])
 
     def stretches(self, rank: int) -> BlockRanges:
         """Return the block ranges that a rank may have."""
-        numbers = self._numbers
-        is_block, kinds = tuple(numbers.is_block.tolist()), len(numbers.counts)
-        at, look = _in_line(self.num, rank, numbers.order, kinds, is_block, self._pinned)
-        return BlockRanges(numbers.alike[0], at, look)
+        table = self._cost_table
+        is_block, kinds = tuple(table.is_block.tolist()), len(table.counts)
+        at, contents = _in_line(self.num, rank, table.order, kinds, is_block, self._pinned)
+        return BlockRanges(table.alike[0], at, contents)
 
     def stages(
         self, ends: Sequence[int], option_counts: Sequence[Takes]
@@ -112,12 +113,12 @@ class Rounds(StageLayout):
     microbatches are in flight. On the last rank they come first, since its last stage has the loss.
     """
 
-    def __init__(self, numbers: CostTable, row: int) -> None:
-        self._virtual = int(numbers.grid[row]["virtual"])
-        super().__init__(numbers, row)
-        self._begin, self._block, self._length = blocks_in(numbers)
+    def __init__(self, table: CostTable, row: int) -> None:
+        self._virtual = int(table.grid[row]["virtual"])
+        super().__init__(table, row)
+        self._begin, self._block, self._length = blocks_in(table)
         self.places = self._length + 1
-        self._kinds = len(numbers.counts)
+        self._kinds = len(table.counts)
         self._tables: dict[int, Counts] = {}
 
     @cached_property
@@ -133,7 +134,7 @@ class Rounds(StageLayout):
         for groups, began in keys:
             if (groups, began) not in known:
                 menus = [
-                    self._numbers.menu(row, each, had_backward=each == began) for each in groups
+                    self._cost_table.menu(row, each, had_backward=each == began) for each in groups
                 ]
                 known[groups, began] = menus[0] if len(menus) == 1 else Options(
                     np.concatenate([m.seconds for m in menus]),
@@ -176,7 +177,7 @@ class Rounds(StageLayout):
         out = np.zeros((len(lengths), len(groups), self._kinds), dtype=np.int64)
         for chunk, group in enumerate(group_of):
             out[:, group, self._block] += sizes[:, chunk]
-        order = self._numbers.order
+        order = self._cost_table.order
         if rank == 0:
             for kind in order[: self._begin]:
                 out[:, group_of[0], kind] += 1
@@ -187,8 +188,8 @@ class Rounds(StageLayout):
 
     def stretches(self, rank: int) -> BlockRanges:
         """Return the block ranges that a rank may have; equal lengths have equal contents."""
-        at, lengths, look = _in_rounds(self.num, rank, self._virtual, self._length)
-        return BlockRanges(self.counts(rank, 0 * lengths, lengths), at, look)
+        at, lengths, contents = _in_rounds(self.num, rank, self._virtual, self._length)
+        return BlockRanges(self.counts(rank, 0 * lengths, lengths), at, contents)
 
     def stages(
         self, ends: Sequence[int], option_counts: Sequence[Takes]
@@ -203,7 +204,7 @@ class Rounds(StageLayout):
         lengths = [rank[chunk] for chunk in range(self._virtual) for rank in sizes]
         all_ends = [0, *itertools.accumulate(lengths, initial=self._begin)]
         del all_ends[1]
-        all_ends[-1] = len(self._numbers.order)
+        all_ends[-1] = len(self._cost_table.order)
         left = [np.array(each).reshape(len(g), self._kinds, -1)
                 for each, g in zip(option_counts, self._groups, strict=True)]  # fmt: skip
         out: list[Takes] = []
@@ -230,7 +231,7 @@ class Rounds(StageLayout):
             is_first: If True, the stage has the places before the blocks.
             is_last: If True, the stage has the places after the blocks.
         """
-        order = self._numbers.order
+        order = self._cost_table.order
         before = order[: self._begin].count(kind) if is_first else 0
         return before + (order[self._begin + self._length :].count(kind) if is_last else 0)
 
@@ -239,7 +240,7 @@ class Rounds(StageLayout):
 def _scheduled(
     ranks: int, virtual: int, microbatches: int, schedule: int
 ) -> tuple[tuple[tuple[float, ...], ...], tuple[bool, ...], tuple[tuple[float, ...], ...]]:
-    """Return the results of (`in_flight_of`, `had_backward`, `handed_on`), each one per rank."""
+    """Return (`in_flight_of`, `had_backward`, `outputs_in_flight`), each with a value per rank."""
     config = np.zeros(1, GRID)[0]
     config["pp"], config["virtual"] = ranks, virtual
     config["microbatches"], config["schedule"] = microbatches, schedule
@@ -247,7 +248,7 @@ def _scheduled(
     return (
         tuple(in_flight_of(config, rank) for rank in every),
         tuple(had_backward(config, rank) for rank in every),
-        tuple(handed_on(config, rank) for rank in every),
+        tuple(outputs_in_flight(config, rank) for rank in every),
     )
 
 
@@ -292,8 +293,8 @@ def _in_line(
         if rank == own:
             is_open &= (i <= place) & (place < j)
     is_open &= can_begin[i] & can_end[j]
-    at, look = (i * (last + 1) + j)[is_open], alike(order, kinds)[1][i, j][is_open]
-    return _kept(at), _kept(look)
+    at, contents = (i * (last + 1) + j)[is_open], alike(order, kinds)[1][i, j][is_open]
+    return _kept(at), _kept(contents)
 
 
 @lru_cache(maxsize=_MOST_KNOWN)
@@ -308,41 +309,41 @@ def _in_rounds(num: int, rank: int, virtual: int, length: int) -> tuple[Counts, 
     is_open = (j - i >= virtual) & (i >= rank * virtual)
     is_open &= length - j >= (num - 1 - rank) * virtual
     is_open &= ((i == 0) == (rank == 0)) & ((j == length) == (rank == num - 1))
-    lengths, look = np.unique((j - i)[is_open], return_inverse=True)
+    lengths, contents = np.unique((j - i)[is_open], return_inverse=True)
     at = (i * (length + 1) + j)[is_open]
-    return _kept(at), _kept(lengths), _kept(look)
+    return _kept(at), _kept(lengths), _kept(contents)
 
 
-def _kept(numbers: Counts) -> Counts:
+def _kept(values: Counts) -> Counts:
     """Make an array read-only, since a cache shares it, and return it."""
-    numbers.setflags(write=False)
-    return numbers
+    values.setflags(write=False)
+    return values
 
 
-def stage_layout_of(numbers: CostTable, row: int) -> StageLayout:
+def stage_layout_of(table: CostTable, row: int) -> StageLayout:
     """Return the stage layout of one configuration, which the table caches."""
-    if row not in numbers.lanes:
-        kind = Rounds if int(numbers.grid[row]["virtual"]) > 1 else StageLayout
-        numbers.lanes[row] = kind(numbers, row)
-    lanes: StageLayout = numbers.lanes[row]
-    return lanes
+    if row not in table.stage_layouts:
+        kind = Rounds if int(table.grid[row]["virtual"]) > 1 else StageLayout
+        table.stage_layouts[row] = kind(table, row)
+    layout: StageLayout = table.stage_layouts[row]
+    return layout
 
 
 NOT_ALIKE: Final = "its blocks are not all alike, and only alike ones are shared out over rounds"
 
 
-def are_alike(numbers: CostTable) -> bool:
+def are_alike(table: CostTable) -> bool:
     """Return True if all blocks are identical, as several stages per rank require."""
-    return len({numbers.order[n] for n, name in enumerate(numbers.names) if name}) == 1
+    return len({table.order[n] for n, name in enumerate(table.names) if name}) == 1
 
 
-def blocks_in(numbers: CostTable) -> tuple[int, int, int]:
+def blocks_in(table: CostTable) -> tuple[int, int, int]:
     """Return (place of the first block in `order`, kind of the blocks, number of blocks).
 
     The blocks must be identical and contiguous.
     """
-    named = np.flatnonzero(numbers.is_block).tolist()
-    kinds = {numbers.order[n] for n in named}
+    named = np.flatnonzero(table.is_block).tolist()
+    kinds = {table.order[n] for n in named}
     assert len(kinds) == 1, NOT_ALIKE
     assert named == [*range(named[0], named[-1] + 1)], NOT_ALIKE
     return named[0], kinds.pop(), len(named)

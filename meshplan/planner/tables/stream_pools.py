@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.grid import MODES, in_halves
-from meshplan.cost.host import is_there
+from meshplan.cost.host import has_params_on_host
 from meshplan.cost.types import BlockKind
 from meshplan.planner.knapsack.knapsack import Floats
 from meshplan.planner.tables.memory_bounds import HeldElementBytes, trained_share
@@ -70,7 +70,7 @@ def stream_pools_of(
     ahead = np.where(gathers, sizes.computed, 0.0)
     # From the second microbatch on, a reduced gradient exists beside the sum that it is added to.
     adds = (grid["mode"] == _SHARD) & (grid["microbatches"] > 1) & ~in_halves(grid)
-    again = np.where(adds & ~is_there(grid), reduce_bytes / ranks, 0.0)
+    gradient_copies = np.where(adds & ~has_params_on_host(grid), reduce_bytes / ranks, 0.0)
     own = unit * trained_share(block)
     first, last = (float(sum(sum(kind.numels) for kind in part)) for part in ends)
     trains, trains_last = (
@@ -78,10 +78,10 @@ def stream_pools_of(
     )
     root = np.where(is_piped, 0.0, first + last)
     roots = np.where(is_piped, 0.0, trains + trains_last)
-    every = gathered + root * ahead + np.maximum(own, roots) * again
+    every = gathered + root * ahead + np.maximum(own, roots) * gradient_copies
 
     def more(around: float, trained: float) -> Floats:
-        found = around * ahead + np.maximum(trained - own, 0.0) * again
+        found = around * ahead + np.maximum(trained - own, 0.0) * gradient_copies
         return np.asarray(np.where(is_piped, found, 0.0), dtype=np.float64)
 
     return StreamPools(every, more(first, trains), more(last, trains_last))

@@ -10,10 +10,10 @@ from functools import cached_property
 from meshplan.cost.chain import chain_of
 from meshplan.cost.config import mode_of, offload_of, option_of, plan_as_config
 from meshplan.cost.grid import (
-    ACTIVATIONS_THERE,
+    ACTIVATIONS_ON_HOST,
     MODES,
     OPTIONS,
-    PARAMS_THERE,
+    PARAMS_ON_HOST,
     RECOMPUTE,
     SCHEDULE_WORDS,
 )
@@ -114,10 +114,10 @@ class Costed:
     @cached_property
     def seconds(self) -> float:
         """Seconds of one step of the plan."""
-        numbers = self._numbers
-        stages = self._by_stage(numbers)
+        table = self._cost_table
+        stages = self._by_stage(table)
         a, b = (float(each[0]) for each in weights(self.row))
-        return a * max(stages) + b * sum(stages) + float(numbers.once_s[0])
+        return a * max(stages) + b * sum(stages) + float(table.once_s[0])
 
     @property
     def tokens(self) -> int:
@@ -127,7 +127,7 @@ class Costed:
         return samples * (self.plan.spec.batch.seq_len or 0)
 
     @cached_property
-    def _numbers(self) -> CostTable:
+    def _cost_table(self) -> CostTable:
         return cost_table_of(
             self.row,
             lambda *cut: self.chain,
@@ -142,15 +142,15 @@ class Costed:
             exchanges=self._exchanges,
         )
 
-    def _by_stage(self, numbers: CostTable) -> list[float]:
+    def _by_stage(self, table: CostTable) -> list[float]:
         """Return the seconds of a microbatch, forward and backward, on each pipeline rank."""
         stages = self.plan.assignment.stages
         out = [0.0] * int(self.row["pp"][0])
         at = 0
-        for kind, name in zip(numbers.order, numbers.names, strict=True):
+        for kind, name in zip(table.order, table.names, strict=True):
             if stages is not None and name:
                 at = stages.rank_of(_stage_of(self.plan, name))
-            out[at] += float(numbers.seconds[0, kind, self.option(name)])
+            out[at] += float(table.seconds[0, kind, self.option(name)])
         return out
 
     def option(self, name: str) -> int:
@@ -184,9 +184,9 @@ class Costed:
             name: Fqn of the block; "" for all modules outside the blocks together.
         """
         chain = self.chain
-        again = OPTIONS[self.option(name)][0]
+        recompute = OPTIONS[self.option(name)][0]
         per_sample = sum(
-            chain.kinds[k].saved_bytes[again]
+            chain.kinds[k].saved_bytes[recompute]
             for k, other in zip(chain.order, chain.names, strict=True)
             if other == name
         )
@@ -214,7 +214,7 @@ class Costed:
         return (
             float(found.forward_s[0, option]),
             float(found.backward_s[0, option]),
-            float(found.settle_s[0, option] + found.update_s[0]),
+            float(found.ends_s[0, option] + found.update_s[0]),
         )
 
 
@@ -222,8 +222,8 @@ def _stage_of(plan: Plan, block: str) -> int:
     """Return the stage of a block: the stage of its first unit or, without units, tensor."""
     stages = plan.assignment.stages
     assert stages is not None
-    held = ((fqn, own[0]) for fqn, own in stages.tensors.items())
-    return next(s for fqn, s in (*stages.units, *held) if is_inside(fqn, block))
+    first_stages = ((fqn, own[0]) for fqn, own in stages.tensors.items())
+    return next(s for fqn, s in (*stages.units, *first_stages) if is_inside(fqn, block))
 
 
 def _not_read(plan: Plan) -> Iterator[Problem]:
@@ -250,13 +250,13 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
     reshards = [u.reshard_after_forward for u in a.units.values()]
     blocks = plan.graph.blocks()
     split = stages and {_stages_of_block(plan, block) for block in blocks}
-    for is_there, what in (
+    for is_present, what in (
         (plan.micro is None, "a plan that states no batch size"),
         (bool(mesh.loans), "borrowed ranks"),
         (bool(a.compiled), "compiled blocks"),
-        (any(u.on_host for u in a.units.values()) and not offload_of(plan) & PARAMS_THERE,
+        (any(u.on_host for u in a.units.values()) and not offload_of(plan) & PARAMS_ON_HOST,
          "offloaded parameters of single modules"),
-        (bool(a.host_activations) and not offload_of(plan) & ACTIVATIONS_THERE,
+        (bool(a.host_activations) and not offload_of(plan) & ACTIVATIONS_ON_HOST,
          "offloaded activations without full recomputation of all blocks"),
         (any(not isinstance(each, bool) for each in reshards), "resharding over fewer ranks"),
         (len(units) > 1, "units that are not all sharded along the same axes"),
@@ -274,7 +274,7 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
         (bool(split) and max(len(each) for each in split or ()) > 1,
          "stage boundaries inside blocks"),
     ):  # fmt: skip
-        if is_there:
+        if is_present:
             yield _no_figures(plan, what)
 
 
@@ -283,9 +283,9 @@ def _stages_of_block(plan: Plan, block: str) -> tuple[int, ...]:
     stages = plan.assignment.stages
     assert stages is not None
     counts: Counter[int] = Counter()
-    for fqn, held in stages.tensors.items():
+    for fqn, stages_of in stages.tensors.items():
         if fqn.startswith(f"{block}."):
-            counts.update(held)
+            counts.update(stages_of)
     return tuple(counts)
 
 

@@ -23,16 +23,16 @@ def loss_progress(
     if is_quiet:
         yield lambda step, loss: None
     elif sys.stderr.isatty():
-        with _bar(title, steps) as told:
-            yield told
+        with _bar(title, steps) as on_step:
+            yield on_step
     else:
         every = max(1, steps // _NUM_LINES)
 
-        def told(step: int, loss: float) -> None:
+        def on_step(step: int, loss: float) -> None:
             if step in (1, steps) or step % every == 0:
                 print(f"{title}: step {step}/{steps}, loss {loss:.3f}", file=sys.stderr, flush=True)
 
-        yield told
+        yield on_step
 
 
 @contextmanager

@@ -24,7 +24,7 @@ _MOST_LISTED: Final = 4
 _NUMBERED: Final = re.compile(r"(.*\.|)(?:([0-9]+)|\{([0-9]+)\.\.([0-9]+)\})")
 
 
-def way_lines(evaluated: Evaluated) -> Iterator[str]:
+def plan_lines(evaluated: Evaluated) -> Iterator[str]:
     """Yield the statements that turn the plan file into this plan, one per line."""
     return statement_lines(evaluated.stated, evaluated.plan.graph.blocks())
 

@@ -132,7 +132,7 @@ def _face_lines(face: Face) -> list[Line]:
     noun = "columns" if face.rows else "elements"
     heads = [span_in_words(column, noun) if column else "" for column in columns]
     names = [span_in_words(row, "rows") if row else "" for row in rows]
-    cells = [[_held(face, row, column) for column in columns] for row in rows]
+    cells = [[_cell(face, row, column) for column in columns] for row in rows]
     left = max(map(len, names))
     wide = [
         max(len(head), *(len(line[n][0]) for line in cells)) + 2 for n, head in enumerate(heads)
@@ -150,7 +150,7 @@ def _face_lines(face: Face) -> list[Line]:
     return out
 
 
-def _held(face: Face, row: DimSlice | None, column: DimSlice | None) -> Run:
+def _cell(face: Face, row: DimSlice | None, column: DimSlice | None) -> Run:
     if any(piece is not None and piece.number < 0 for piece in (row, column)):
         return "…", "dim"
     num = face.columns.num if face.columns else 1

@@ -75,10 +75,10 @@ def _context(plan: Plan) -> str:
     context, size = plan.assignment.context, plan.mesh.size("cp")
     assert context is not None
     chunks, seq_len = context.chunks(size, 0), plan.spec.batch.seq_len
-    held = f"chunks {chunks[0]} and {chunks[1]}" if context.balance else f"chunk {chunks[0]}"
+    chunks_text = f"chunks {chunks[0]} and {chunks[1]}" if context.balance else f"chunk {chunks[0]}"
     tokens = f", {seq_len // size:,} tokens," if seq_len else ""
     return (
-        f"{why_to_text(context.reason, plan)}; rank 0 holds {held} of "
+        f"{why_to_text(context.reason, plan)}; rank 0 holds {chunks_text} of "
         f"{context.num_chunks(size)}{tokens} of each sample"
     )
 

@@ -17,7 +17,9 @@ def stages_to_text(plan: Plan) -> list[str]:
     rows = [("stage", "pp", "modules", "parameters")]
     for stage in range(stages.num):
         modules = ", ".join(fold(dict.fromkeys(m for m, s in stages.units if s == stage)))
-        rows.append((str(stage), str(stages.rank_of(stage)), modules, f"{_held(plan, stage):,}"))
+        rows.append(
+            (str(stage), str(stages.rank_of(stage)), modules, f"{_numel_of(plan, stage):,}")
+        )
     why = stages.reason
     where = f", {why.origin.place}" if why.origin else ""
     title = f"pipeline {stages.schedule}, {stages.microbatches} microbatches ({why.text}{where})"
@@ -36,18 +38,18 @@ def stages_to_json(plan: Plan) -> dict[str, Any] | None:
             {
                 "pp": stages.rank_of(stage),
                 "modules": [module for module, at in stages.units if at == stage],
-                "tensors": [fqn for fqn, held in stages.tensors.items() if stage in held],
+                "tensors": [fqn for fqn, stages_of in stages.tensors.items() if stage in stages_of],
             }
             for stage in range(stages.num)
         ],
     }
 
 
-def _held(plan: Plan, stage: int) -> int:
+def _numel_of(plan: Plan, stage: int) -> int:
     stages, tensors = plan.assignment.stages, plan.assignment.tensors
     assert stages is not None
     return sum(
         tensors[fqn].info.numel
-        for fqn, held in stages.tensors.items()
-        if stage in held and not tensors[fqn].info.is_buffer
+        for fqn, stages_of in stages.tensors.items()
+        if stage in stages_of and not tensors[fqn].info.is_buffer
     )

@@ -150,12 +150,12 @@ def _on_host(estimate: MemoryEstimate) -> list[str]:
     whose = f"rank {most.ranks[0]}" if len(estimate.groups) > 1 else "each rank"
     host = estimate.host
     assert host is not None
-    held, limit = format_gib(host.held_bytes), format_gib(host.limit_bytes)
+    used, limit = format_gib(host.held_bytes), format_gib(host.limit_bytes)
     there = "" if host.is_stated else " (assumed; state hardware.host_memory)"
     over = ": TOO MUCH" if host.is_over else ""
     return [
         "",
-        f"host memory: {size} for {whose}; the ranks of a node use {held} of its "
+        f"host memory: {size} for {whose}; the ranks of a node use {used} of its "
         f"{limit}{there}{over}",
     ]
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from meshplan.planner.answers.explain import NAMES, WhyNot
 from meshplan.planner.objectives.simplify import SLACK
 from meshplan.planner.problem.decision import Evaluated
-from meshplan.render.base.statements import flow, way_lines
+from meshplan.render.base.statements import flow, plan_lines
 from meshplan.render.base.text import wrapped
 from meshplan.units import format_bytes, format_gib, format_step
 
@@ -117,18 +117,18 @@ def _by_memory(answer: WhyNot, plan: Evaluated) -> str:
     if answer.is_planned:
         return "the plan uses it"
     more = answer.evaluated.memory.worst.band[1] - plan.memory.worst.band[1]
-    held = f"uses {format_bytes(more)} more" if more > 0 else "uses no more memory"
-    return f"{held}, {answer.evaluated.seconds / plan.seconds - 1:+.1%} time"
+    memory = f"uses {format_bytes(more)} more" if more > 0 else "uses no more memory"
+    return f"{memory}, {answer.evaluated.seconds / plan.seconds - 1:+.1%} time"
 
 
 def why_not_to_text(answer: WhyNot) -> list[str]:
     """Return the lines of the answer."""
     lines = [f"{answer.setting}: {verdict(answer)}"]
     if answer.evaluated is not None and answer.seconds is not None:
-        held = format_gib(answer.evaluated.memory.worst.band[1])
+        memory = format_gib(answer.evaluated.memory.worst.band[1])
         lines += [
             "",
-            f"the best plan with it, {format_step(answer.seconds)} a step, at most {held}:",
+            f"the best plan with it, {format_step(answer.seconds)} a step, at most {memory}:",
         ]
-        lines += [part for line in way_lines(answer.evaluated) for part in wrapped(f"  {line}", 4)]
+        lines += [part for line in plan_lines(answer.evaluated) for part in wrapped(f"  {line}", 4)]
     return lines

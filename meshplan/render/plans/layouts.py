@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from meshplan.planner.problem.decision import Decision, Evaluated, OtherLayout
-from meshplan.render.base.statements import flow, way_lines
+from meshplan.render.base.statements import flow, plan_lines
 from meshplan.render.base.text import columns, packed, wrapped
 from meshplan.units import format_gib, format_step
 
@@ -108,9 +108,9 @@ def other_lines(
         chosen: The chosen plan.
         without: Paths in the plan file whose statements are left out.
     """
-    there = set(way_lines(chosen))
+    there = set(plan_lines(chosen))
     heads = tuple(f"{path}:" for path in without)
-    for line in way_lines(evaluated):
+    for line in plan_lines(evaluated):
         if line not in there and not (heads and line.startswith(heads)):
             yield line
     for path in chosen.stated:

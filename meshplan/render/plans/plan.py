@@ -12,7 +12,7 @@ from meshplan.planner.objectives.simplify import SLACK
 from meshplan.planner.problem.decision import Decision, Evaluated
 from meshplan.planner.solve.search import TOLERANCE
 from meshplan.planner.space.space import EmptySpaceError, Rejected
-from meshplan.render.base.statements import flow, settings_in_words, way_lines
+from meshplan.render.base.statements import flow, plan_lines, settings_in_words
 from meshplan.render.base.text import columns, packed, paint, wrapped
 from meshplan.render.memory.memory import ranks_in_words
 from meshplan.render.plans.layouts import layouts_to_text, other_layouts_to_json, other_lines
@@ -26,7 +26,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
     chosen = decision.chosen
     ladder = decision.ladder
     return {
-        **(way_to_json(decision, chosen) if chosen else dict.fromkeys(_KEYS)),
+        **(evaluated_to_json(decision, chosen) if chosen else dict.fromkeys(_KEYS)),
         "limit_bytes": decision.limit_bytes,
         "fits": chosen is not None,
         "gap": decision.gap if chosen else None,
@@ -45,8 +45,10 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
             "plan_s": ladder.plan_s,
         },
         "chosen": dict(chosen.stated) if chosen else None,
-        "alternatives": [way_to_json(decision, evaluated) for evaluated in decision.alternatives],
-        "other_layouts": other_layouts_to_json(decision, partial(way_to_json, decision)),
+        "alternatives": [
+            evaluated_to_json(decision, evaluated) for evaluated in decision.alternatives
+        ],
+        "other_layouts": other_layouts_to_json(decision, partial(evaluated_to_json, decision)),
         "rejected": [{"what": each.what, "why": each.why} for each in decision.rejected],
         "profile": {
             "device": decision.profile.device,
@@ -65,7 +67,7 @@ _KEYS = (
 )  # fmt: skip
 
 
-def way_to_json(decision: Decision, evaluated: Evaluated) -> dict[str, Any]:
+def evaluated_to_json(decision: Decision, evaluated: Evaluated) -> dict[str, Any]:
     """Return one plan with the keys that plans have in the `result` of schema plan/1."""
     plan = evaluated.plan
     a, stages = plan.assignment, plan.assignment.stages
@@ -177,7 +179,7 @@ def decision_to_text(
     return [
         paint(f"{title}: {_what(decision, chosen)}", "bold", colour) + _offload(decision, chosen),
         "",
-        *(part for line in way_lines(chosen) for part in wrapped(f"  {line}", 4)),
+        *(part for line in plan_lines(chosen) for part in wrapped(f"  {line}", 4)),
         "",
         *_memory(chosen),
         *_least(decision),
@@ -239,10 +241,10 @@ def _offload(decision: Decision, chosen: Evaluated) -> str:
         price = f"; without offload {price}"
     elif without_s is not None:
         price = f"; without offload {format_step(without_s)} a step"
-    held, limit = format_gib(host.held_bytes), format_gib(host.limit_bytes)
+    used, limit = format_gib(host.held_bytes), format_gib(host.limit_bytes)
     known = "" if host.is_stated else " (assumed)"
     what = flow(chosen.stated["offload"])
-    return f", with offload: {what}, {held} of a node's {limit} host memory{known}{price}"
+    return f", with offload: {what}, {used} of a node's {limit} host memory{known}{price}"
 
 
 def _rate(decision: Decision, evaluated: Evaluated) -> str:
@@ -280,10 +282,10 @@ def _allocator(evaluated: Evaluated) -> Iterator[str]:
 
 def _host(evaluated: Evaluated) -> Iterator[str]:
     """Yield a line on the host memory of a node and its limit, if anything is offloaded."""
-    held = evaluated.memory.host
-    if held is not None:
-        much, limit = format_gib(held.held_bytes), format_gib(held.limit_bytes)
-        known = "" if held.is_stated else " (assumed; state hardware.host_memory)"
+    host = evaluated.memory.host
+    if host is not None:
+        much, limit = format_gib(host.held_bytes), format_gib(host.limit_bytes)
+        known = "" if host.is_stated else " (assumed; state hardware.host_memory)"
         yield f"{much} of a node's {limit}{known}"
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from meshplan.planner.objectives.num_devices import Size, TrainingTarget, format_days
 from meshplan.planner.problem.decision import Decision, Evaluated
-from meshplan.render.base.statements import way_lines
+from meshplan.render.base.statements import plan_lines
 from meshplan.render.base.text import columns, packed, wrapped
-from meshplan.render.plans.plan import way_to_json
+from meshplan.render.plans.plan import evaluated_to_json
 from meshplan.units import format_count, format_gib, format_step
 
 _MOST_SIZES = 12
@@ -31,7 +31,7 @@ def frontier_to_json(
             that the search for the best plan evaluated.
     """
     return {
-        "frontier": [way_to_json(decision, evaluated) for evaluated in evaluated_plans],
+        "frontier": [evaluated_to_json(decision, evaluated) for evaluated in evaluated_plans],
         "frontier_is_whole": is_whole,
     }
 
@@ -69,7 +69,7 @@ def frontier_to_text(
 
 def _words(evaluated: Evaluated) -> Iterator[str]:
     """Yield the statements of a plan that readers know it by: those that start as `_KNOWN_BY`."""
-    for line in way_lines(evaluated):
+    for line in plan_lines(evaluated):
         if line.startswith(_KNOWN_BY):
             yield line
 

@@ -91,8 +91,8 @@ def _remedies(trouble: Trouble) -> list[str]:
     )
     lines = []
     for head, each in zip(heads, trouble.remedies, strict=True):
-        says = statement_lines(each.setting, each.evaluated.plan.graph.blocks())
-        lines += [head, *packed("      ", says)]
+        statements = statement_lines(each.setting, each.evaluated.plan.graph.blocks())
+        lines += [head, *packed("      ", statements)]
     return [
         "changes that make a plan fit, one at a time; each was searched and its memory simulated:",
         *lines,

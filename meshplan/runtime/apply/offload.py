@@ -58,9 +58,9 @@ class _HostCopy:
     """A copy of a tensor in host memory; of a DTensor, its local shard and its layout."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._lies: dict[str, Any] | None = None
+        self._layout: dict[str, Any] | None = None
         if isinstance(tensor, DTensor):
-            self._lies = {
+            self._layout = {
                 "device_mesh": tensor.device_mesh,
                 "placements": tensor.placements,
                 "shape": tensor.shape,
@@ -72,9 +72,9 @@ class _HostCopy:
     def back(self) -> torch.Tensor:
         """Copy the tensor back to the device and return it."""
         local = to_device(self._copy)
-        if self._lies is None:
+        if self._layout is None:
             return local
-        return DTensor.from_local(local, run_check=False, **self._lies)
+        return DTensor.from_local(local, run_check=False, **self._layout)
 
 
 def _unpack(packed: torch.Tensor | _HostCopy) -> torch.Tensor:

@@ -68,7 +68,7 @@ def apply_recompute(model: nn.Module, plan: Plan) -> None:
 
 
 def _recomputed(module: nn.Module, context: dict[str, Any]) -> Callable[..., Any]:
-    forward, moving = module.forward, _Moving(module)
+    forward, moving = module.forward, _ForwardState(module)
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ def _recomputed(module: nn.Module, context: dict[str, Any]) -> Callable[..., Any
     return run
 
 
-class _Moving:
+class _ForwardState:
     """State that a module's forward writes: running statistics, counters, averages.
 
     It covers buffers, and attributes that are plain numbers. A recomputed forward must read the

@@ -87,8 +87,8 @@ def check_batches_agree(batch: Any, plan: Plan, mesh: DeviceMesh, step: int = 1)
         # If the axes above found a difference, the ranks along cp must see it too. Two maxima of
         # at least 1 are never each other's negative, so [1, 1] counts as a difference.
         common = number + marks(batch) + 2
-        told = [common, -common] if high == -low else [1, 1]
-        both = torch.tensor(told, device=device())
+        values = [common, -common] if high == -low else [1, 1]
+        both = torch.tensor(values, device=device())
         reduce_along(both, mesh, ("cp",), dist.ReduceOp.MAX)
         high, low = both.tolist()
     if high != -low:
@@ -193,13 +193,13 @@ def mean_over_ranks(
         return mean, None if count is None else float(numbers(count, 1.0))
     group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
     samples = num_samples(batch)
-    told = [0, samples, samples**2] + ([] if count is None else [0])
-    sums = torch.tensor(told, dtype=torch.float64, device=device())
+    values = [0, samples, samples**2] + ([] if count is None else [0])
+    sums = torch.tensor(values, dtype=torch.float64, device=device())
     sums[0] = mean
     if count is not None:
         sums[3] = count
     dist.all_reduce(sums, group=group)
-    _, number, squares, *counts = numbers(sums, [each * ranks for each in told])
+    _, number, squares, *counts = numbers(sums, [each * ranks for each in values])
     # n ranks have the same x exactly if n * sum(x^2) == sum(x)^2. These are integers in float64,
     # so the comparison is exact.
     if ranks * squares != number**2:

@@ -92,8 +92,8 @@ def is_marked(batch: Any) -> bool:
 
 def marks(batch: Any) -> int:
     """Return a number that identifies the global batches from which the tensors were cut."""
-    told = [getattr(tensor, _MARK, 0) for _, tensor in tensors_in(batch)]
-    return zlib.crc32(repr(told).encode())
+    ids = [getattr(tensor, _MARK, 0) for _, tensor in tensors_in(batch)]
+    return zlib.crc32(repr(ids).encode())
 
 
 def checksum(tensor: torch.Tensor) -> int:

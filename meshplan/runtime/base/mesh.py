@@ -194,9 +194,9 @@ def objects_along(own: Any, mesh: DeviceMesh, axes: Iterable[str]) -> list[Any]:
     every = [own]
     for axis in axes:
         group = submesh(mesh, (axis,)).get_group()
-        told: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(told, every, group=group)
-        every = [each for row in told for each in row]
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, every, group=group)
+        every = [each for row in gathered for each in row]
     return every
 
 

@@ -82,8 +82,8 @@ def _before_step(watch: _DpReplicas, optimizer: torch.optim.Optimizer) -> None:
     if model is None:
         watch.end()
         return
-    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    own = [held[each] for each in watch.own if each in held]
+    optimized = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    own = [optimized[each] for each in watch.own if each in optimized]
     has_run, watch.has_run = watch.has_run, watch.has_run and not own
     if own and has_run and all(p.grad is None for p in own):
         raise ApplyError(_without_gradients())
@@ -92,7 +92,7 @@ def _before_step(watch: _DpReplicas, optimizer: torch.optim.Optimizer) -> None:
     watch.steps += 1
     if not is_due(watch.steps):
         return  # Gradients are compared again in later steps, because a loop may change.
-    found = {n: p for n, p in model.named_parameters() if id(p) in held and p.requires_grad}
+    found = {n: p for n, p in model.named_parameters() if id(p) in optimized and p.requires_grad}
     alike: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
     for name, parameter in found.items():
         alike.setdefault(_replica_axes(name, parameter, watch.plan), {})[name] = parameter

@@ -45,13 +45,13 @@ from meshplan.runtime.checks.places import (
     Left,
     TensorPlace,
     TensorSnapshot,
+    changes_every_microbatch,
     frozen,
-    goes_on,
     is_close,
     is_written,
-    marks_of,
     places_of,
     sample_of,
+    snapshots_of,
 )  # fmt: skip
 from meshplan.runtime.checks.reach import Reach
 from meshplan.runtime.torch_private.private import running_node, set_version, store_gathered
@@ -70,7 +70,7 @@ class ForwardWrites:
         self._is_first = True
         self._places = {place.name: place for place in places_of(model, plan)}
         self._written: dict[str, Left | None] = {}
-        self._statistics = {n for n, p in self._places.items() if goes_on(p, plan)}
+        self._statistics = {n for n, p in self._places.items() if changes_every_microbatch(p, plan)}
         """Names of tensors whose values may differ between ranks or microbatches."""
         self._shared: dict[str, TensorPlace] = {}
         """Name -> buffer that takes the first data rank's values before each forward."""
@@ -124,23 +124,23 @@ class ForwardWrites:
             unit: Fqn of the unit; None for the tensors that no unit gathers.
             scope: The tensors to watch.
         """
-        marks: list[tuple[TensorPlace, TensorSnapshot]] = []
+        snapshots: list[tuple[TensorPlace, TensorSnapshot]] = []
 
         def enter(*_: Any) -> None:
             if running_node() is None:  # Not in a forward that is recomputed in backward.
                 if unit is None:
                     self._begin()
                 self._prepare(scope)
-                marks[:] = marks_of(scope, self._is_due())
+                snapshots[:] = snapshots_of(scope, self._is_due())
 
         def leave(_module: nn.Module, _args: Any, output: Any) -> None:
             if running_node() is None:
-                before = marks[:]
-                marks.clear()
-                for place, mark in before:
+                before = snapshots[:]
+                snapshots.clear()
+                for place, snapshot in before:
                     now = place.table.get(place.leaf)
-                    if now is not None and (self._written or is_written(now, mark)):
-                        self._look(place, mark, now, module)
+                    if now is not None and (self._written or is_written(now, snapshot)):
+                        self._look(place, snapshot, now, module)
                 if unit is None:
                     self._finish(output)
 
@@ -171,7 +171,7 @@ class ForwardWrites:
         if self._is_due() and self._plan.num_parts > 1:
             self._kept = tensor_attributes(self._own_model())
             self._plain = plain_attributes(self._own_model())
-            buffers = ((n, p.tensor) for n, p in self._places.items() if p.is_buffer and p.is_there)
+            buffers = ((n, p.tensor) for n, p in self._places.items() if p.is_buffer and p.exists)
             self._reach.begin((*buffers, *self._kept.items()))
         if not self._repeats():
             return
@@ -201,7 +201,7 @@ class ForwardWrites:
             return
         begins_anew = self._written.keys() - self._statistics
         for place in scope if begins_anew else ():
-            if place.name not in begins_anew or not place.is_there:
+            if place.name not in begins_anew or not place.exists:
                 continue
             now = place.tensor
             if self.microbatch == 0:
@@ -216,14 +216,14 @@ class ForwardWrites:
                 place.table[place.leaf] = start if place.is_buffer else frozen(start)
 
     def _look(
-        self, place: TensorPlace, mark: TensorSnapshot, now: torch.Tensor, module: nn.Module
+        self, place: TensorPlace, snapshot: TensorSnapshot, now: torch.Tensor, module: nn.Module
     ) -> None:
         """Record if the forward wrote a tensor, and keep the written values."""
         name = place.name
         if name in self._ends:
             self._compare_microbatch(place)
-        elif is_written(now, mark):
-            self._note_write(place, mark, module)
+        elif is_written(now, snapshot):
+            self._note_write(place, snapshot, module)
         if name in self._written and self._repeats() and now.requires_grad:
             self._versions.setdefault(self.microbatch, []).append((now, now._version))
 
@@ -236,22 +236,24 @@ class ForwardWrites:
         for tensor, version in self._versions.get(microbatch, ()):
             set_version(tensor, version)
 
-    def _note_write(self, place: TensorPlace, mark: TensorSnapshot, module: nn.Module) -> None:
+    def _note_write(self, place: TensorPlace, snapshot: TensorSnapshot, module: nn.Module) -> None:
         name, now = place.name, place.tensor
         self._written.setdefault(name, None)
         if place.unit is not None:
-            self._keep_in_shard(place, mark, module)
-        if mark.checksum is not None:
+            self._keep_in_shard(place, snapshot, module)
+        if snapshot.checksum is not None:
             self._written[name] = Left(checksum(local_of(now)), sample_of(now))
 
-    def _keep_in_shard(self, place: TensorPlace, mark: TensorSnapshot, module: nn.Module) -> None:
+    def _keep_in_shard(
+        self, place: TensorPlace, snapshot: TensorSnapshot, module: nn.Module
+    ) -> None:
         """Copy the values of a unit's gathered parameter into this rank's shard."""
         placed = self._plan.assignment.tensors[place.name]
         if placed.dtype != placed.compute_dtype:
             raise ApplyError(write_problems.cast_problem(place, placed.compute_dtype))
         now = place.tensor
         assert isinstance(now, nn.Parameter)
-        self._memory[place.name] = mark.tensor.data if mark.data is None else mark.data
+        self._memory[place.name] = snapshot.tensor.data if snapshot.data is None else snapshot.data
         self._reset_memory(place)
         with torch.no_grad():
             store_gathered(module, now)
@@ -330,7 +332,7 @@ class ForwardWrites:
             if left is None or not self._is_due():
                 continue
             if not is_close(sample_of(place.tensor), left.sample):
-                raise ApplyError(write_problems.again_problem(place))
+                raise ApplyError(write_problems.second_write_problem(place))
 
     def _own_model(self) -> nn.Module:
         model = self._model()
@@ -348,8 +350,10 @@ class ForwardWrites:
         The result is cached, and computed again in steps 1, 2, 4, 8, ...
         """
         if optimizer not in self._optimizers or is_due(self._steps + 1):
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            self._optimizers[optimizer] = any(id(p) in held for p in self._own_model().parameters())
+            optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._optimizers[optimizer] = any(
+                id(p) in optimized for p in self._own_model().parameters()
+            )
         return self._optimizers[optimizer]
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -367,7 +371,7 @@ class ForwardWrites:
         self._steps += 1
         if not is_due(self._steps) or self._plan.mesh.size(*GRADIENT_AXES) == 1:
             return
-        notes = {n: self._note(n) for n in self._written if self._places[n].is_there}
+        notes = {n: self._note(n) for n in self._written if self._places[n].exists}
         every: list[Any] = [None] * self._plan.mesh.size(*GRADIENT_AXES)
         dist.all_gather_object(every, notes | self._kept_sums, group=self._group())
         names = sorted({name for each in every for name in each})
@@ -380,10 +384,10 @@ class ForwardWrites:
         found = [self._places[name] for name in differ if name in self._places]
         if self._plan.assignment.wrapper == "units":
             self._shared |= {place.name: place for place in found}
-        told = [place.name for place in found if place.name not in self._statistics]
-        self._statistics.update(told)
+        new = [place.name for place in found if place.name not in self._statistics]
+        self._statistics.update(new)
         if dist.get_rank() == 0:
-            write_problems.warn(told, "ranks")
+            write_problems.warn(new, "ranks")
 
     def _refuse_statistic(self, name: str, between: str) -> None:
         """Raise if the output depends on a tensor whose written values depend on the samples.

@@ -43,9 +43,9 @@ _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF: Final = 5e-2
 """Largest allowed relative differences, `_HALF` for the other dtypes [Empirical]: in single
 precision a wrong head differs by 0.1 and more, and the same sum in another order by 1e-6."""
-_INFINITE, _LEFT_CUT, _INCOMPARABLE = 2.0**98, 2.0**99, 2.0**100
-"""Results of `_apart` that are no differences, larger than any difference. They are numbers so that
-the maximum over ranks finds them."""
+_INFINITE, _LEFT_SHARDED, _INCOMPARABLE = 2.0**98, 2.0**99, 2.0**100
+"""Results of `_worst_difference` that are no differences, larger than any difference. They are
+numbers so that the maximum over ranks finds them."""
 
 _HOOKS: Final = (
     "_forward_pre_hooks", "_forward_hooks",
@@ -73,15 +73,15 @@ class _PendingProof:
     proved: set[tuple[object, ...] | None] = field(default_factory=set)
     undo: list[Callable[[], None]] = field(default_factory=list)
 
-    def settle(self, model: nn.Module) -> None:
+    def compare_captured(self, model: nn.Module) -> None:
         """Compare the captured modules; remove the hooks once a module of each kind was captured.
 
         Raises:
             ApplyError: A module computes other values when sharded.
         """
         captured, self.captured = self.captured, []
-        for island in captured:
-            _prove(model, island, self)
+        for local_module in captured:
+            _prove(model, local_module, self)
         if not self.waiting:
             while self.undo:
                 self.undo.pop()()
@@ -93,45 +93,50 @@ def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     The forward, or the optimizer step with pipeline stages, raises an ApplyError if a module
     computes other values when sharded.
     """
-    islands = local_modules_of(model, plan)
-    if plan.mesh.size("tp") == 1 or not islands:
+    local_modules = local_modules_of(model, plan)
+    if plan.mesh.size("tp") == 1 or not local_modules:
         return
-    proof = _PendingProof(plan, mesh, {island.kind for island in islands})
+    proof = _PendingProof(plan, mesh, {local_module.kind for local_module in local_modules})
     is_compiled = bool(plan.assignment.compiled)
 
     def before(module: nn.Module, args: Any) -> None:
         if not handles:  # Hooks registered this late run after all other hooks of the forward.
             if is_compiled:  # The stance is global, so reset it even if the forward raises.
-                handles.append(module.register_forward_hook(compile_again, always_call=True))
+                handles.append(module.register_forward_hook(end_eager, always_call=True))
             handles.append(module.register_forward_hook(after))
             proof.undo += [handle.remove for handle in handles]
         if is_compiled:  # The capturing forwards must not become part of a compiled graph.
             torch.compiler.set_stance("force_eager")
 
-    def compile_again(module: nn.Module, args: Any, output: Any) -> None:
+    def end_eager(module: nn.Module, args: Any, output: Any) -> None:
         torch.compiler.set_stance("default")
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        proof.settle(module)
+        proof.compare_captured(module)
 
     def step(optimizer: torch.optim.Optimizer) -> None:
         # A pipeline stage ends its forward early, so that `after` does not run: compare here.
         found = weak()
-        mine = {id(p) for p in found.parameters()} if found is not None else set()
-        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        own_ids = {id(p) for p in found.parameters()} if found is not None else set()
+        if any(id(p) in own_ids for group in optimizer.param_groups for p in group["params"]):
             assert found is not None
-            proof.settle(found)
+            proof.compare_captured(found)
 
     weak = weakref.ref(model)
     handles: list[RemovableHandle] = []
     proof.undo = [
-        *(_capture(model.get_submodule(island.fqn), island, proof) for island in islands),
+        *(
+            _capture(model.get_submodule(local_module.fqn), local_module, proof)
+            for local_module in local_modules
+        ),
         model.register_forward_pre_hook(before).remove,
         before_steps(step),
     ]
 
 
-def _capture(module: nn.Module, island: LocalModule, proof: _PendingProof) -> Callable[[], None]:
+def _capture(
+    module: nn.Module, local_module: LocalModule, proof: _PendingProof
+) -> Callable[[], None]:
     """Replace a module's forward so that it captures the first inputs; return the undo function.
 
     Inputs are captured only if no module of this kind has captured any yet.
@@ -140,17 +145,18 @@ def _capture(module: nn.Module, island: LocalModule, proof: _PendingProof) -> Ca
 
     @wraps(forward)
     def first(*args: Any, **kwargs: Any) -> Any:
-        if island.kind in proof.waiting and not in_dry_run():
+        if local_module.kind in proof.waiting and not in_dry_run():
             kept = _keep((args, kwargs))
             if kept is not None:
-                proof.waiting.discard(island.kind)
-                island.inputs = kept
-                proof.captured.append(island)
+                proof.waiting.discard(local_module.kind)
+                local_module.inputs = kept
+                proof.captured.append(local_module)
         try:
             return forward(*args, **kwargs)
         except RuntimeError as error:
             error.add_note(
-                f"meshplan: {island.fqn or 'the model'} runs with one rank's shard of its heads or "
+                f"meshplan: {local_module.fqn or 'the model'} runs with one rank's shard of its "
+                "heads or "
                 "fused projections; code that assumes all of them cannot be sharded by a rule: "
                 "leave the module out of tp, or try tp_plan: auto"
             )
@@ -187,56 +193,62 @@ def _mapped(value: Any, change: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _prove(model: nn.Module, island: LocalModule, proof: _PendingProof) -> None:
+def _prove(model: nn.Module, local_module: LocalModule, proof: _PendingProof) -> None:
     """Compare a module's sharded with its unsharded outputs; every rank must call this.
 
     Raises:
         ApplyError: Outputs differ on some rank, or cannot be compared and no module of the same
             family was proved. The error is raised on every rank that has the module.
     """
-    module = model.get_submodule(island.fqn)
+    module = model.get_submodule(local_module.fqn)
     tp = submesh(proof.mesh, ("tp",))
-    parts = _parts(model, island, proof.plan, tp)
+    parts = _parts(model, local_module, proof.plan, tp)
     failure: Exception | None = None
     with torch.no_grad():
         with dry_run(module):
-            own = _run(module, island, {fqn: part for fqn, (part, _) in parts.items()})
-        with dry_run(module), _uncut(module, island, proof.plan, tp):
+            sharded = _run(module, local_module, {fqn: part for fqn, (part, _) in parts.items()})
+        with dry_run(module), _uncut(module, local_module, proof.plan, tp):
             try:
-                every = _run(module, island, {fqn: whole for fqn, (_, whole) in parts.items()})
-                apart = _apart(own, every, tp, may_be_cut=island.is_enclosed)
+                unsharded = _run(
+                    module, local_module, {fqn: whole for fqn, (_, whole) in parts.items()}
+                )
+                difference = _worst_difference(
+                    sharded, unsharded, tp, may_be_sharded=local_module.is_enclosed
+                )
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                failure, apart = error, _INCOMPARABLE
-    island.inputs = None  # Frees the copied inputs.
-    worst = torch.tensor(apart, device=proof.mesh.device_type)
+                failure, difference = error, _INCOMPARABLE
+    local_module.inputs = None  # Frees the copied inputs.
+    worst = torch.tensor(difference, device=proof.mesh.device_type)
     for axis in proof.mesh.mesh_dim_names or ():
         if axis != "pp":  # Ranks of other pipeline stages have other modules.
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=proof.mesh.get_group(axis))
     if worst <= 1.0:
-        proof.proved.add(island.family)
-    elif worst < _INCOMPARABLE or island.family not in proof.proved - {None}:
-        raise ApplyError(_problem(island, module, proof.plan, worst.item())) from failure
+        proof.proved.add(local_module.family)
+    elif worst < _INCOMPARABLE or local_module.family not in proof.proved - {None}:
+        raise ApplyError(_problem(local_module, module, proof.plan, worst.item())) from failure
 
 
-def _problem(island: LocalModule, module: nn.Module, plan: Plan, worst: float) -> Problem:
-    changed = ", ".join(f"{name} {value}" for name, value in island.whole.items())
+def _problem(local_module: LocalModule, module: nn.Module, plan: Plan, worst: float) -> Problem:
+    changed = ", ".join(f"{name} {value}" for name, value in local_module.whole.items())
     cut = f" (in one process: {changed})" if changed else ""
-    what = f"{island.fqn or 'the model'} ({type(module).__name__}) "
+    what = f"{local_module.fqn or 'the model'} ({type(module).__name__}) "
     if worst == _INCOMPARABLE:
         what += "cannot be compared with its unsharded computation"
-    elif worst == _LEFT_CUT:
+    elif worst == _LEFT_SHARDED:
         what += "returns features that are sharded along tp, and no enclosing module combines them"
     else:
         what += (
             f"computes other values when its heads, fused projections or features are sharded{cut}"
         )
-    inner = (use.reason for f, use in plan.assignment.styles.items() if is_inside(f, island.fqn))
+    inner = (
+        use.reason for f, use in plan.assignment.styles.items() if is_inside(f, local_module.fqn)
+    )
     fix = "leave all of its projections out of tp, or try tp_plan: auto"
     return Problem(what, next(inner).origin, fix)
 
 
 def _parts(
-    model: nn.Module, island: LocalModule, plan: Plan, tp: DeviceMesh
+    model: nn.Module, local_module: LocalModule, plan: Plan, tp: DeviceMesh
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return {fqn in the module: (parameter sharded along tp, unsharded parameter)}.
 
@@ -244,11 +256,11 @@ def _parts(
     (`dry_run.noise`), because zeros would hide differences.
     """
     out = {}
-    for fqn, parameter in model.get_submodule(island.fqn).named_parameters():
-        placed = plan.assignment.tensors.get(f"{island.fqn}.{fqn}".removeprefix("."))
+    for fqn, parameter in model.get_submodule(local_module.fqn).named_parameters():
+        placed = plan.assignment.tensors.get(f"{local_module.fqn}.{fqn}".removeprefix("."))
         whole = full(parameter.detach())
-        telling = noise(fqn, whole, whole.shape[-1] if whole.ndim else 1)
-        whole = whole if telling is None else telling
+        random = noise(fqn, whole, whole.shape[-1] if whole.ndim else 1)
+        whole = whole if random is None else random
         if placed is not None and whole.is_floating_point():
             whole = whole.to(getattr(torch, placed.compute_dtype))
         part = whole
@@ -263,18 +275,20 @@ def _parts(
     return out
 
 
-def _run(module: nn.Module, island: LocalModule, values: Mapping[str, torch.Tensor]) -> list[Any]:
+def _run(
+    module: nn.Module, local_module: LocalModule, values: Mapping[str, torch.Tensor]
+) -> list[Any]:
     """Run a module on its captured inputs with the given parameters; return its results.
 
     The results are the tensors of its output, then those it wrote into buffers or attributes.
 
     Args:
         module: The module.
-        island: The module's captured inputs.
+        local_module: The module's captured inputs.
         values: Parameters by their fqn in the module.
     """
-    assert island.inputs is not None
-    args, kwargs = _mapped(island.inputs, torch.Tensor.clone)
+    assert local_module.inputs is not None
+    args, kwargs = _mapped(local_module.inputs, torch.Tensor.clone)
     with _hidden(module, values), as_written():
         before = {key: _stamp(value) for key, value in module_state_of(module).items()}
         out = [tensor for _, tensor in tensors_in(module.forward(*args, **kwargs))]
@@ -316,7 +330,9 @@ def _hidden(module: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[N
 
 
 @contextmanager
-def _uncut(module: nn.Module, island: LocalModule, plan: Plan, tp: DeviceMesh) -> Iterator[None]:
+def _uncut(
+    module: nn.Module, local_module: LocalModule, plan: Plan, tp: DeviceMesh
+) -> Iterator[None]:
     """Make the module run as in one process inside the `with` block.
 
     Modules with a style lose the hooks and the forward that tp gave them, and the attributes that
@@ -324,11 +340,15 @@ def _uncut(module: nn.Module, island: LocalModule, plan: Plan, tp: DeviceMesh) -
     """
 
     def inside(fqn: str) -> nn.Module:
-        return module.get_submodule(fqn[len(island.fqn) :].removeprefix("."))
+        return module.get_submodule(fqn[len(local_module.fqn) :].removeprefix("."))
 
-    styled = [f for f in plan.assignment.styles if is_inside(f, island.fqn) and f != island.fqn]
-    changed = [a for a in plan.assignment.attributes if is_inside(a.module, island.fqn)]
-    others = dict.fromkeys(a.module for a in changed if a.module not in (*styled, island.fqn))
+    styled = [
+        f
+        for f in plan.assignment.styles
+        if is_inside(f, local_module.fqn) and f != local_module.fqn
+    ]
+    changed = [a for a in plan.assignment.attributes if is_inside(a.module, local_module.fqn)]
+    others = dict.fromkeys(a.module for a in changed if a.module not in (*styled, local_module.fqn))
     kept = [(m, dict(vars(m))) for m in (module, *map(inside, (*styled, *others)))]
     try:
         for fqn, (m, before) in zip(styled, kept[1:], strict=False):
@@ -339,7 +359,7 @@ def _uncut(module: nn.Module, island: LocalModule, plan: Plan, tp: DeviceMesh) -
                 _pass_the_sequence(m, plan.assignment.styles[fqn], tp)
         for attribute in changed:
             vars(inside(attribute.module))[attribute.name] = attribute.whole
-        vars(module).update(island.whole)
+        vars(module).update(local_module.whole)
         yield
     finally:
         for m, before in kept:
@@ -369,24 +389,28 @@ def _pass_the_sequence(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None
         module.register_forward_hook(leave)
 
 
-def _apart(
-    own: list[torch.Tensor], every: list[torch.Tensor], tp: DeviceMesh, *, may_be_cut: bool
+def _worst_difference(
+    sharded: list[torch.Tensor],
+    unsharded: list[torch.Tensor],
+    tp: DeviceMesh,
+    *,
+    may_be_sharded: bool,
 ) -> float:
     """Return the largest difference of sharded outputs from this rank's slice of unsharded outputs.
 
     Args:
-        own: Outputs of the sharded module.
-        every: Outputs of the unsharded module, in the same order.
+        sharded: Outputs of the sharded module.
+        unsharded: Outputs of the unsharded module, in the same order.
         tp: The tp axis of the mesh.
-        may_be_cut: If True, outputs may be sharded along their last dim.
+        may_be_sharded: If True, outputs may be sharded along their last dim.
 
     Returns:
         The difference divided by the tolerance, so that at most 1 is equal up to rounding;
-        `_INFINITE` if it is not finite, `_LEFT_CUT` if an output is sharded along its last dim
+        `_INFINITE` if it is not finite, `_LEFT_SHARDED` if an output is sharded along its last dim
         but must not be, `_INCOMPARABLE` if no output could be compared.
     """
     worst, compared = 0.0, 0
-    for part, whole in zip(own, every, strict=True):
+    for part, whole in zip(sharded, unsharded, strict=True):
         differs = [d for d in range(part.ndim) if part.shape[d] != whole.shape[d]]
         if len(differs) == 1 and whole.shape[differs[0]] == part.shape[differs[0]] * tp.size():
             whole = whole.chunk(tp.size(), differs[0])[tp.get_local_rank()]
@@ -399,6 +423,6 @@ def _apart(
         share = ((part - whole).abs().masked_fill(is_same, 0).max() / scale).item()
         allowed = _TOLERANCE.get(whole.dtype, _HALF)
         worst = max(worst, share / allowed if math.isfinite(share) else _INFINITE)
-        if worst <= 1.0 and differs == [part.ndim - 1] and not may_be_cut:
-            return _LEFT_CUT
+        if worst <= 1.0 and differs == [part.ndim - 1] and not may_be_sharded:
+            return _LEFT_SHARDED
     return worst if compared else _INCOMPARABLE

@@ -41,7 +41,7 @@ class OutsideUse(TorchFunctionMode):
 
     Attributes:
         has_units: True if the plan uses FSDP units.
-        lying: (fqn, fqn of its unit) of each sharded parameter, by the `id` of the parameter.
+        sharded: (fqn, fqn of its unit) of each sharded parameter, by the `id` of the parameter.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -51,7 +51,7 @@ class OutsideUse(TorchFunctionMode):
         # argument was not gathered. With a pipeline, a rank has only some of the parameters.
         live = dict(model.named_parameters(remove_duplicate=False))
         units = plan.assignment.units
-        self.lying = {
+        self.sharded = {
             id(live[fqn]): (fqn, placed.unit)
             for fqn, placed in plan.assignment.tensors.items()
             if placed.unit is not None and placed.unit in units and fqn in live
@@ -64,8 +64,8 @@ class OutsideUse(TorchFunctionMode):
         if _name(func) not in _FACTS:
             for value in (*args, *kwargs.values()):
                 for each in value if isinstance(value, tuple | list) else (value,):
-                    if id(each) in self.lying and isinstance(each, nn.Parameter):
-                        raise ApplyError(_problem(*self.lying[id(each)], _name(func)))
+                    if id(each) in self.sharded and isinstance(each, nn.Parameter):
+                        raise ApplyError(_problem(*self.sharded[id(each)], _name(func)))
         return func(*args, **kwargs)
 
 
@@ -166,8 +166,8 @@ def watch_first_forward(model: nn.Module, plan: Plan) -> None:
 
     def look(*_: Any) -> None:
         live = {} if begun else dict(model.named_parameters(remove_duplicate=False))
-        for fqn, _unit in watch.lying.values() if live else ():
-            if id(live.get(fqn)) not in watch.lying:
+        for fqn, _unit in watch.sharded.values() if live else ():
+            if id(live.get(fqn)) not in watch.sharded:
                 raise ApplyError(_problem_of_others(fqn))
 
     def begin(*_: Any) -> None:

@@ -42,7 +42,7 @@ class TensorPlace(NamedTuple):
     unit: str | None
 
     @property
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         """True if the entry has a tensor; the model's code may have set a buffer to None."""
         return self.table.get(self.leaf) is not None
 
@@ -108,7 +108,7 @@ def places_of(model: nn.Module, plan: Plan) -> Iterator[TensorPlace]:
             )
 
 
-def goes_on(place: TensorPlace, plan: Plan) -> bool:
+def changes_every_microbatch(place: TensorPlace, plan: Plan) -> bool:
     """Return True if a tensor carries its values over from one microbatch to the next.
 
     This holds for running statistics of norms, for embeddings with `max_norm`, where each
@@ -121,7 +121,7 @@ def goes_on(place: TensorPlace, plan: Plan) -> bool:
     return is_norm or getattr(place.owner, "max_norm", None) is not None
 
 
-def marks_of(
+def snapshots_of(
     places: Iterable[TensorPlace], has_contents: bool
 ) -> list[tuple[TensorPlace, TensorSnapshot]]:
     """Return (place, snapshot of its tensor) for each place that has a tensor.
@@ -133,10 +133,10 @@ def marks_of(
         has_contents: If True, the snapshots have checksums of the values, which is slow.
     """
     found = ((place, place.table.get(place.leaf)) for place in places)
-    return [(place, mark_of(now, has_contents)) for place, now in found if now is not None]
+    return [(place, snapshot_of(now, has_contents)) for place, now in found if now is not None]
 
 
-def mark_of(tensor: torch.Tensor, has_contents: bool) -> TensorSnapshot:
+def snapshot_of(tensor: torch.Tensor, has_contents: bool) -> TensorSnapshot:
     found = checksum(local_of(tensor)) if has_contents else None
     version = 0 if tensor.is_inference() else tensor._version
     if isinstance(tensor, DTensor):  # `.data` of a DTensor would go through dispatch for nothing.
@@ -144,8 +144,8 @@ def mark_of(tensor: torch.Tensor, has_contents: bool) -> TensorSnapshot:
     return TensorSnapshot(tensor, tensor.data, tensor.data_ptr(), version, found)
 
 
-def is_written(now: torch.Tensor, mark: TensorSnapshot) -> bool:
-    tensor, data, pointer, version, found = mark
+def is_written(now: torch.Tensor, snapshot: TensorSnapshot) -> bool:
+    tensor, data, pointer, version, found = snapshot
     if now is not tensor or (0 if now.is_inference() else now._version) != version:
         return True
     if data is not None and now.data_ptr() != pointer:

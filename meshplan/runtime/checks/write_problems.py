@@ -59,7 +59,7 @@ def microbatch_problem(place: TensorPlace) -> Problem:
     )
 
 
-def again_problem(place: TensorPlace) -> Problem:
+def second_write_problem(place: TensorPlace) -> Problem:
     return Problem(
         f"the forward writes {place.name}, but writes other values when it is recomputed in "
         "backward",

@@ -36,12 +36,12 @@ class LossCall:
     """The result of one call of a loss function.
 
     Attributes:
-        given: The return value.
+        returned: The return value.
         dtype: The coarsest dtype to which the function rounded its inputs; float64 if to none.
         is_random: True if the function drew random numbers.
     """
 
-    given: Any
+    returned: Any
     dtype: torch.dtype
     is_random: bool
 

@@ -105,7 +105,7 @@ class BatchWatch:
             return
         given, self._given = self._given, Given()
         group = submesh(self._found.mesh, GRADIENT_AXES, flat=True).get_group()
-        axis = given.axis_of_twins(self._found.plan, group, device())
+        axis = given.repeated_axis(self._found.plan, group, device())
         # Ranks may draw equal samples once by chance. In the first step that is too unlikely.
         is_repeated, self._is_doubtful = self._is_doubtful, axis is not None
         if axis is not None and (self._steps == 1 or is_repeated):

@@ -58,8 +58,8 @@ def cut(
         if tensor.ndim and (tensor.ndim <= dim or tensor.shape[dim] != samples):
             return None
         # If a later dim has the same size, only the targets can show which of the two is the right.
-        is_told = any(tensor.shape[:2] == each[:2] for each in shapes)
-        if is_output and not is_told and samples in tensor.shape[dim + 1 :]:
+        matches_targets = any(tensor.shape[:2] == each[:2] for each in shapes)
+        if is_output and not matches_targets and samples in tensor.shape[dim + 1 :]:
             return None
 
     def part(tensor: torch.Tensor, which: slice | list[int]) -> torch.Tensor:

@@ -47,7 +47,7 @@ def watch_drift(model: nn.Module) -> None:
     """Compare the copies of a model's parameters before steps 1, 2, 4, ... and every 1024."""
     found = next(each for each in reversed(known_models()) if each.model() is model)
     shares = isinstance(model, PipelinedModule) and any(model.shared.copies())
-    if is_fake_execution() or not (shares or any(_alike(model, found.plan))):
+    if is_fake_execution() or not (shares or any(_replicated(model, found.plan))):
         return
     end = before_steps(partial(_before_step, _DriftWatch(found)))
     weakref.finalize(model, end)
@@ -70,7 +70,7 @@ def check_drift(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             all ranks of its pipeline stage.
     """
     by_axes: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
-    for axes, name, parameter in _alike(model, plan):
+    for axes, name, parameter in _replicated(model, plan):
         by_axes.setdefault(axes, {})[name] = parameter
     names = [name for _, found in sorted(by_axes.items()) for name in found]
     parted = [_parted(found, axes, mesh) for axes, found in sorted(by_axes.items())]
@@ -102,7 +102,9 @@ def check_drift(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         )
 
 
-def _alike(model: nn.Module, plan: Plan) -> Iterator[tuple[tuple[str, ...], str, nn.Parameter]]:
+def _replicated(
+    model: nn.Module, plan: Plan
+) -> Iterator[tuple[tuple[str, ...], str, nn.Parameter]]:
     """Yield (axes, name, parameter) of each parameter that is replicated along some axes.
 
     The axes are those along which all ranks must have equal values of it.

@@ -73,12 +73,12 @@ class FewSamples:
         self._form, found = _split((own[0], wanted[0]))
         self._kept.append(found)
 
-    def problem(self, loss_fn: LossFn, *, can_ask: bool) -> tuple[Problem | None, bool]:
+    def problem(self, loss_fn: LossFn, *, may_call: bool) -> tuple[Problem | None, bool]:
         """Compare the loss of all kept samples with those of their halves; all ranks must call it.
 
         Args:
             loss_fn: The user's loss function.
-            can_ask: If True, this rank may call the loss function outside of the training.
+            may_call: If True, this rank may call the loss function outside of the training.
 
         Returns:
             (problem, is_mean). `problem` is that of the lowest rank with one, or None. `is_mean` is
@@ -90,17 +90,17 @@ class FewSamples:
         rank = dist.get_rank()
         # Along cp, each rank checks its own part of the sequence of all samples.
         part = plan.mesh.index(rank, ("cp",))
-        is_asked = plan.mesh.index(rank, DATA_AXES) < _RANKS and not plan.mesh.index(rank, others)
-        told: list[list[list[torch.Tensor]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(told, self._kept if is_asked else [])
+        is_sender = plan.mesh.index(rank, DATA_AXES) < _RANKS and not plan.mesh.index(rank, others)
+        gathered: list[list[list[torch.Tensor]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, self._kept if is_sender else [])
         every = [
             tensors
-            for other, kept in enumerate(told)
+            for other, kept in enumerate(gathered)
             for tensors in kept
             if plan.mesh.index(other, ("cp",)) == part
         ]
-        is_told = bool(self._kept) and can_ask
-        own = self._of(every, loss_fn) if is_told else (None, False)
+        can_compare = bool(self._kept) and may_call
+        own = self._of(every, loss_fn) if can_compare else (None, False)
         answers: list[tuple[Problem | None, bool]] = [own] * dist.get_world_size()
         dist.all_gather_object(answers, own)
         problems = (problem for problem, _ in answers if problem is not None)

@@ -58,14 +58,14 @@ def slots(number: int, plan: Plan) -> list[int]:
     return found
 
 
-def axis_of_twins(numbers: Sequence[float], plan: Plan) -> str | None:
+def repeated_axis(digests: Sequence[float], plan: Plan) -> str | None:
     """Return the data axis along which all ranks were given the same samples; None if none is.
 
     Two of many ranks may draw the same samples by chance. If all ranks along an axis have the same
     samples, it is a mistake.
 
     Args:
-        numbers: Digest of the samples of each data rank, as from `number_of`.
+        digests: Digest of the samples of each data rank, as from `number_of`.
         plan: The plan that the model runs under.
     """
     names = [name for name in plan.mesh.names if name in DATA_AXES]
@@ -73,14 +73,14 @@ def axis_of_twins(numbers: Sequence[float], plan: Plan) -> str | None:
         inner = math.prod(plan.mesh.size(name) for name in names[names.index(axis) + 1 :])
         size = plan.mesh.size(axis)
         same = all(
-            number == numbers[at - at // inner % size * inner] for at, number in enumerate(numbers)
+            number == digests[at - at // inner % size * inner] for at, number in enumerate(digests)
         )
         if size > 1 and same:
             return axis
     return None
 
 
-def is_telling(batch: Any) -> bool:
+def is_distinctive(batch: Any) -> bool:
     """Return True if an equal batch on another rank can only be a mistake.
 
     Return False if `local_batch` cut the batch, if all its samples are equal, or if they contain so
@@ -173,16 +173,16 @@ class Given:
 
     def __init__(self) -> None:
         self._number = 0
-        self._is_telling = False
+        self._is_distinctive = False
         self._is_cut = False
 
     def add(self, batch: Any) -> None:
         """Add the inputs of one more forward to the digest."""
         self._number = (self._number * 31 + number_of(batch, is_whole=True)) % (1 << 40)
-        self._is_telling |= is_telling(batch)
+        self._is_distinctive |= is_distinctive(batch)
         self._is_cut |= is_marked(batch)
 
-    def axis_of_twins(
+    def repeated_axis(
         self, plan: Plan, group: dist.ProcessGroup, device: torch.device
     ) -> str | None:
         """Return the data axis along which all ranks were given the same inputs; None if none.
@@ -194,9 +194,9 @@ class Given:
             group: Process group of the data axes and cp.
             device: Device of the tensor that is sent.
         """
-        is_open = self._is_cut or not self._is_telling
-        told = [int(is_open), *slots(1 + self._number, plan)]
-        both = torch.tensor(told, dtype=torch.float64, device=device)
+        is_open = self._is_cut or not self._is_distinctive
+        values = [int(is_open), *slots(1 + self._number, plan)]
+        both = torch.tensor(values, dtype=torch.float64, device=device)
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-        found, *numbers = both.tolist()
-        return None if found else axis_of_twins(numbers, plan)
+        found, *digests = both.tolist()
+        return None if found else repeated_axis(digests, plan)

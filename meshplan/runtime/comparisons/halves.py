@@ -74,14 +74,14 @@ class Three:
         first: Loss of its first half.
         second: Loss of its second half.
         tolerance: Largest absolute difference that rounding may cause.
-        again: Computes the loss of the batch once more; None if that is not possible.
+        call_again: Computes the loss of the batch once more; None if that is not possible.
     """
 
     whole: LossValue
     first: LossValue
     second: LossValue
     tolerance: float
-    again: Callable[[], LossCall] | None = None
+    call_again: Callable[[], LossCall] | None = None
 
     def confirms(self, problem: Problem | None) -> Problem | None:
         """Return `problem` if calling the loss function on the whole batch again repeats its loss.
@@ -90,37 +90,39 @@ class Three:
         that warms up with the number of calls, and the difference between whole and halves may be
         due to that state.
         """
-        if problem is None or self.again is None:
+        if problem is None or self.call_again is None:
             return problem
         try:
-            answer = self.again()
+            answer = self.call_again()
         except Exception:  # It returned the first time, so its result depends on some state.
             return None
-        told = value_of(answer.given, ())
-        if told is None or answer.is_random:
+        value = value_of(answer.returned, ())
+        if value is None or answer.is_random:
             return None
         # Both losses are NaN if they are means over no token.
-        are_none = math.isnan(told[0].loss) and math.isnan(self.whole.loss)
-        return problem if are_none or agrees(told[0].loss, self) else None
+        are_none = math.isnan(value[0].loss) and math.isnan(self.whole.loss)
+        return problem if are_none or agrees(value[0].loss, self) else None
 
 
-def value_of(given: Any, targets: Any) -> tuple[LossValue, torch.dtype] | None:
+def value_of(returned: Any, targets: Any) -> tuple[LossValue, torch.dtype] | None:
     """Return (value of a loss, its dtype); None if the loss is not a tensor with one element.
 
     Args:
-        given: Return value of the loss function: a loss, or (sum, count).
+        returned: Return value of the loss function: a loss, or (sum, count).
         targets: Targets that the loss was computed for.
     """
-    is_pair = isinstance(given, tuple | list) and len(given) == 2
-    loss, count = given if is_pair else (given, None)
+    is_pair = isinstance(returned, tuple | list) and len(returned) == 2
+    loss, count = returned if is_pair else (returned, None)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
         return None
     tokens = tokens_by_sample(targets)
-    told = None if tokens is None else float(tokens.sum())
+    num_tokens = None if tokens is None else float(tokens.sum())
     rows = [t[:, 1:] for t in token_targets(targets) if t.ndim == 2]
-    shifted = float((rows[0] != IGNORED).sum()) if told is not None and rows else None
+    shifted = float((rows[0] != IGNORED).sum()) if num_tokens is not None and rows else None
     number = None if count is None else float(count)
-    return LossValue(float(loss.detach()), number, told, shifted, mask_sum(targets)), loss.dtype
+    return LossValue(
+        float(loss.detach()), number, num_tokens, shifted, mask_sum(targets)
+    ), loss.dtype
 
 
 def three_of(
@@ -218,13 +220,13 @@ def three_of_parts(
     wide = [torch.float64] if is_wide else [torch.float32] if is_half else []
     # Try a wide dtype first. A function that raises for it gets the tensors in their own dtype.
     for dtype in (*wide, None):
-        asked = list(zip(outputs, targets, strict=True))
+        cases = list(zip(outputs, targets, strict=True))
         values: list[tuple[LossValue, torch.dtype] | None] = []
         if dtype is None and known is not None:
             values.append(known)
         try:
-            for o, t in asked[len(values) :]:
-                values.append(told_by(ask(loss_fn, o, t, dtype), t))
+            for o, t in cases[len(values) :]:
+                values.append(value_of_call(ask(loss_fn, o, t, dtype), t))
         except Exception as error:  # The user's function may not support fewer samples or
             # another dtype. Errors on its usual inputs are raised in the training.
             if any(isinstance(t, LazyLogits) for _, t in tensors_in(outputs[0])):
@@ -234,17 +236,19 @@ def three_of_parts(
             return None
         # If ranks compute the loss together, its collectives would hang in a call by one rank.
         is_apart = any(isinstance(t, LazyLogits | DTensor) for _, t in tensors_in(outputs[0]))
-        again = None if is_apart else partial(ask, loss_fn, *asked[0], dtype)
-        return three_from([value for value in values if value is not None], found, again=again)
+        call_again = None if is_apart else partial(ask, loss_fn, *cases[0], dtype)
+        return three_from(
+            [value for value in values if value is not None], found, call_again=call_again
+        )
     return None
 
 
-def told_by(answer: LossCall, targets: Any) -> tuple[LossValue, torch.dtype] | None:
+def value_of_call(answer: LossCall, targets: Any) -> tuple[LossValue, torch.dtype] | None:
     """Return (value of a call, coarsest dtype that it rounded to).
 
     Return None if the call drew random numbers, or did not return a loss.
     """
-    value = None if answer.is_random else value_of(answer.given, targets)
+    value = None if answer.is_random else value_of(answer.returned, targets)
     return value and (
         value[0],
         min(value[1], answer.dtype, key=lambda each: torch.finfo(each).bits),
@@ -255,7 +259,7 @@ def three_from(
     values: list[tuple[LossValue, torch.dtype]],
     terms: list[torch.Tensor],
     of_forwards: torch.dtype | None = None,
-    again: Callable[[], LossCall] | None = None,
+    call_again: Callable[[], LossCall] | None = None,
 ) -> Three:
     """Return three losses to compare, with the tolerance for rounding.
 
@@ -265,7 +269,7 @@ def three_from(
             tolerance.
         of_forwards: The coarsest dtype of the forwards if each loss is of a separate forward,
             because its kernels may round differently; None if all losses are of one forward.
-        again: Computes the loss of the batch once more; None if that is not possible.
+        call_again: Computes the loss of the batch once more; None if that is not possible.
     """
     whole, first, second = (value for value, _ in values)
     dtype = of_forwards or coarsest(*(d for _, d in values))
@@ -274,7 +278,7 @@ def three_from(
     if dtype != torch.float64 and terms:
         largest = max(float(local_of(t).detach().abs().max()) for t in terms if t.numel())
         tolerance += 2 * torch.finfo(dtype).eps * largest if math.isfinite(largest) else 0.0
-    return Three(whole, first, second, tolerance + 1e-30, again)
+    return Three(whole, first, second, tolerance + 1e-30, call_again)
 
 
 def loss_problem(three: Three, plan: Plan) -> Problem | None:

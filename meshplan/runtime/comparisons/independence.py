@@ -43,7 +43,7 @@ from meshplan.runtime.comparisons.halves import (
     loss_problem,
     three_from,
     three_of_parts,
-    told_by,
+    value_of_call,
 )
 from meshplan.runtime.comparisons.samples import (
     FIRST,
@@ -124,7 +124,7 @@ def compare_forwards(
     dtype = _dtype(plan)
     changed: list[bool] = []
     inner = own_module(model)
-    asked: dict[int, _TensorReads] = {}
+    reads: dict[int, _TensorReads] = {}
     kept, outputs = _KeptOutputs(), dict[int, Any]()
 
     def run(part: int) -> list[torch.Tensor]:
@@ -132,7 +132,7 @@ def compare_forwards(
         # A pipeline needs no such mode: its stages send whole outputs to each other.
         is_pipelined = isinstance(inner, PipelinedModule)
         mode = nullcontext() if is_pipelined else loss_mode(plan, is_trial=True)
-        with in_evaluation(inner), undisturbed(changed), mode, _TensorReads() as asked[part]:
+        with in_evaluation(inner), undisturbed(changed), mode, _TensorReads() as reads[part]:
             output = inner(*args, **kwargs)
         if loss_fn is not None and part in (WHOLE, FIRST, LAST):
             outputs[part] = output
@@ -146,7 +146,7 @@ def compare_forwards(
         return None
     # A read value that differs between two selections of samples, or between two reads of one line,
     # may decide a branch or end a loop.
-    asks_values = asked[WHOLE].told != asked[FIRST_AGAIN].told or asked[WHOLE].has_changed
+    asks_values = reads[WHOLE].values != reads[FIRST_AGAIN].values or reads[WHOLE].has_changed
     if asks_fewer or loss_fn is not None:
         # A model may accept only the full number of samples and raise for fewer.
         with trying(plan):
@@ -155,13 +155,13 @@ def compare_forwards(
     among_fewer = _largest_distance(found, samples, FEWER)
     is_single = torch.finfo(dtype).bits >= 32
     floor, ceiling = KERNELS if is_single else (_HALF, _HALF)
-    told = largest(among_as_many, among_fewer)
+    worst = largest(among_as_many, among_fewer)
     # If outputs differ, compare the difference with that of a forward with different rounding.
-    if told[0] or told[1] > floor:
+    if worst[0] or worst[1] > floor:
         rounding = math.inf
-        with trying(plan), _rounded_otherwise(inner):
-            again = found | {FIRST_AGAIN: run(WHOLE)}
-            rounding = _largest_distance(again, samples, SAME_SIZE[:1])
+        with trying(plan), _perturbed_rounding(inner):
+            perturbed = found | {FIRST_AGAIN: run(WHOLE)}
+            rounding = _largest_distance(perturbed, samples, SAME_SIZE[:1])
         most = max(floor, min(ceiling, _OTHER_KERNELS * rounding))
         if rounding > ceiling:
             most = math.inf  # The model amplifies rounding too much to compare runs of two sizes.
@@ -214,7 +214,7 @@ def _three(
     values = []
     try:
         for part in (WHOLE, FIRST, LAST):
-            values.append(told_by(ask(loss_fn, outputs[part], targets[part]), targets[part]))
+            values.append(value_of_call(ask(loss_fn, outputs[part], targets[part]), targets[part]))
     except Exception as error:  # The user's code may not accept fewer samples.
         if any(isinstance(t, LazyLogits) for _, t in tensors_in(outputs[WHOLE])):
             refuse_alone(error)
@@ -285,30 +285,30 @@ class _TensorReads(TorchDispatchMode):
     such as the number of tokens of an expert.
 
     Attributes:
-        told: Pairs (line of the user's code that read a value, repr of the value).
+        values: Pairs (line of the user's code that read a value, repr of the value).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: set[tuple[str, str]] = set()
+        self.values: set[tuple[str, str]] = set()
 
     @property
     def has_changed(self) -> bool:
         """True if one line read two different values, as the condition of a loop does."""
-        return len({line for line, _ in self.told}) < len(self.told)
+        return len({line for line, _ in self.values}) < len(self.values)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default and type(given) in (bool, float):
-            self.told.add((user_line(), repr(given)))
+            self.values.add((user_line(), repr(given)))
         return given
 
 
 @contextmanager
-def _rounded_otherwise(model: nn.Module) -> Iterator[None]:
+def _perturbed_rounding(model: nn.Module) -> Iterator[None]:
     """Change each innermost module's output by a rounding error inside the `with` block."""
 
-    def shaken(tensor: torch.Tensor) -> torch.Tensor:
+    def perturbed(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point() or isinstance(tensor, LazyLogits) or not tensor.numel():
             return tensor
         step = torch.finfo(tensor.dtype).eps
@@ -319,7 +319,7 @@ def _rounded_otherwise(model: nn.Module) -> Iterator[None]:
         return (tensor + tensor * (step * waves)).clamp(*torch.aminmax(tensor))
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        tensors = iter([shaken(tensor) for _, tensor in tensors_in(output)])
+        tensors = iter([perturbed(tensor) for _, tensor in tensors_in(output)])
         form = shape_of(output, lambda tensor: 0)
         return output if any(opaque_in(form)) else fill(form, lambda _: next(tensors))
 

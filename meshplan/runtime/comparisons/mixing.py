@@ -54,12 +54,12 @@ def name_mixing(model: nn.Module, plan: Plan, samples: Samples) -> tuple[str, nn
     parts = inner.stage_modules if isinstance(inner, PipelinedModule) else [inner]
     modules = {name: module for part in parts for name, module in part.named_modules()}
     changed: list[bool] = []
-    told: dict[int, _Digests] = {}
+    by_run: dict[int, _Digests] = {}
     for run in (WHOLE, FIRST_AGAIN, LAST_AGAIN, FIRST, LAST):
-        digests = told[run] = _Digests()
-        there = samples.rows(run, 1).stop
+        digests = by_run[run] = _Digests()
+        end = samples.rows(run, 1).stop
         handles = [
-            module.register_forward_hook(_digest(name, digests, there), with_kwargs=True)
+            module.register_forward_hook(_digest(name, digests, end), with_kwargs=True)
             for name, module in modules.items()
         ]
         try:
@@ -73,9 +73,9 @@ def name_mixing(model: nn.Module, plan: Plan, samples: Samples) -> tuple[str, nn
         *((pair, _ALIKE) for pair in SAME_SIZE),
         *((pair, KERNELS[1]) for pair in FEWER),
     ):
-        for call, (taken, given) in told[other].items():
+        for call, (taken, given) in by_run[other].items():
             own, here, others = (
-                told[one].get(call),
+                by_run[one].get(call),
                 samples.rows(one, which),
                 samples.rows(other, its),
             )

@@ -38,15 +38,15 @@ def watch_optimizers() -> None:
 
 
 def _look(optimizer: torch.optim.Optimizer) -> None:
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if _seen.get(optimizer) == len(held):
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    if _seen.get(optimizer) == len(optimized):
         return
     models = [each for each in known_models() if is_stepped(optimizer, each)]
     if not any(each.plan.mesh.size(*GRADIENT_AXES) > 1 for each in models):
         return
     unknown = unknown_to_plans(optimizer)
     if not unknown:
-        _seen[optimizer] = len(held)
+        _seen[optimizer] = len(optimized)
         return
     if any(p.grad is not None for p in unknown):
         raise ApplyError(_problem(unknown))
@@ -55,8 +55,8 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
 def unknown_to_plans(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return the trainable parameters of an optimizer that are in no parallelized model."""
     known = known_parameters()
-    held = (p for group in optimizer.param_groups for p in group["params"])
-    return [p for p in held if p.requires_grad and id(p) not in known]
+    optimized = (p for group in optimizer.param_groups for p in group["params"])
+    return [p for p in optimized if p.requires_grad and id(p) not in known]
 
 
 def unknown_to_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.Parameter]:
@@ -65,9 +65,9 @@ def unknown_to_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> list
     Return [] if the optimizer trains no parameter of this model.
     """
     own = {id(p) for p in model.parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    others = [p for p in held if id(p) not in own]
-    return others if len(others) < len(held) else []
+    optimized = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    others = [p for p in optimized if id(p) not in own]
+    return others if len(others) < len(optimized) else []
 
 
 def _problem(unknown: list[nn.Parameter]) -> Problem:

@@ -90,7 +90,7 @@ def samples_of(
     ranks = plan.mesh.size(*DATA_AXES)
     each = -(-wanted // ranks)
     places = [(turn + n) % ranks for n in range(-(-wanted // each))]
-    given = [_told_by(place, batch, each * size, plan) for place in places]
+    given = [_broadcast_samples(place, batch, each * size, plan) for place in places]
     whole = _joined(given)
     parts = 2 if is_cut else min(wanted, num_samples(whole) // size)
     size = size // 2 if is_cut else size
@@ -104,7 +104,9 @@ def samples_of(
     return Samples(inputs=tuple(inputs), targets=tuple(targets), size=size, parts=parts)
 
 
-def _told_by(place: int, batch: tuple[Any, Any], samples: int, plan: Plan) -> tuple[Any, Any]:
+def _broadcast_samples(
+    place: int, batch: tuple[Any, Any], samples: int, plan: Plan
+) -> tuple[Any, Any]:
     """Return the first samples of one data rank's batch; all ranks must call this.
 
     Along cp each rank gets its part of the sequences.
@@ -117,11 +119,11 @@ def _told_by(place: int, batch: tuple[Any, Any], samples: int, plan: Plan) -> tu
     """
     own = plan.mesh.index(dist.get_rank(), ("cp",))
     # Broadcasts are over all ranks, so each rank takes part in those of all parts along cp.
-    told = [_told_to(at, place, batch, samples, plan) for at in range(plan.mesh.size("cp"))]
-    return told[own]
+    parts = [_broadcast_part(at, place, batch, samples, plan) for at in range(plan.mesh.size("cp"))]
+    return parts[own]
 
 
-def _told_to(
+def _broadcast_part(
     part: int, place: int, batch: tuple[Any, Any], samples: int, plan: Plan
 ) -> tuple[Any, Any]:
     """Return one cp rank's part of the first samples of a data rank; all ranks must call this."""
@@ -136,9 +138,9 @@ def _told_to(
         # Clone, because pickle would send the whole storage of a view.
         return (tensor[:samples] if tensor.ndim else tensor).detach().clone().cpu()
 
-    told: list[Any] = [mapped(batch, here) if dist.get_rank() == source else None]
-    dist.broadcast_object_list(told, src=source)
-    found: tuple[Any, Any] = told[0]
+    message: list[Any] = [mapped(batch, here) if dist.get_rank() == source else None]
+    dist.broadcast_object_list(message, src=source)
+    found: tuple[Any, Any] = message[0]
     return found
 
 
@@ -165,7 +167,7 @@ def largest(*values: float) -> list[float]:
 
     A flag (False or True) becomes 1 if it is True on any rank, else 0.
     """
-    told = torch.tensor(values, dtype=torch.float64, device=device())
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    found: list[float] = told.tolist()
+    maxima = torch.tensor(values, dtype=torch.float64, device=device())
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    found: list[float] = maxima.tolist()
     return found

@@ -31,10 +31,10 @@ from meshplan.runtime.checks.forward_writes import writes_in_forward
 from meshplan.runtime.comparisons.asking import LossFn, Watched
 from meshplan.runtime.comparisons.few import FewSamples
 from meshplan.runtime.comparisons.given import (
-    axis_of_twins,
     compares_ranks,
-    is_telling,
+    is_distinctive,
     number_of,
+    repeated_axis,
     same_samples,
     slots,
 )
@@ -62,7 +62,7 @@ class StepCheck:
     """Compares the parts of one step with the whole batch.
 
     `train_step` makes one for each step. It runs the loss function inside `calling`, calls `see`
-    after it, and calls `settle` before the optimizer steps. If no check is due, nothing is done.
+    after it, and calls `finish` before the optimizer steps. If no check is due, nothing is done.
 
     Args:
         model: The module that `parallelize` returned.
@@ -89,7 +89,7 @@ class StepCheck:
         self._watched = Watched()
         self._problem: Problem | None = None
         self._if_uneven = Uneven()
-        self._is_told = False
+        self._has_compared = False
         self._has_seen = False
         if self._is_on:
             microbatches = num_parts(plan) // plan.mesh.size(*GRADIENT_AXES)
@@ -108,7 +108,7 @@ class StepCheck:
     def see(self, output: Any, targets: Any, given: Any) -> None:
         """Compare the loss of the first microbatch with the losses of its halves.
 
-        `settle` raises what is found here. Of later microbatches only a few samples are kept.
+        `finish` raises what is found here. Of later microbatches only a few samples are kept.
 
         Args:
             output: Output of the model for the microbatch.
@@ -133,11 +133,11 @@ class StepCheck:
         is_cut = plan.assignment.context is not None
         of_tokens = three(self._part_length()) if is_cut else None
         if of_tokens is not None:
-            self._is_told = True
+            self._has_compared = True
             self._problem = of_tokens.confirms(sequence_problem(of_tokens, plan))
         of_samples = three() if not is_cut or (samples > 1 and self._problem is None) else None
         if of_samples is not None:
-            self._is_told = True
+            self._has_compared = True
             judge = loss_problem if samples > 1 else lone_problem
             self._problem = self._problem or of_samples.confirms(judge(of_samples, plan))
         if not is_cut and samples == 1:
@@ -156,7 +156,7 @@ class StepCheck:
         part = stated // self._plan.mesh.size("cp") if stated is not None else None
         return sequence_length(self._batch[0], part)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Make the comparisons that involve several ranks, and raise on all ranks what one found.
 
         All ranks must call this, before the optimizer steps.
@@ -169,9 +169,9 @@ class StepCheck:
         is_gathered = gather.num_gathered != self._gathered
         given = number_of(self._batch, is_whole=False) if compares_ranks(self._plan) else 0
         columns = list(zip(*self._amounts, strict=True))
-        is_wrong, is_untold, cannot_run, *told = largest(
+        is_wrong, is_uncompared, cannot_run, *maxima = largest(
             self._problem is not None,
-            self._has_seen and not self._is_told and not self._watched.sends,
+            self._has_seen and not self._has_compared and not self._watched.sends,
             is_gathered or self._leaves_traces(),
             *(amount in self._if_uneven.problems for amount in AMOUNTS),
             *(not is_over for is_over in self._if_uneven.is_over),
@@ -179,43 +179,43 @@ class StepCheck:
             *(-min(column) for column in columns),
             *(slots(given, self._plan) if given else ()),
         )
-        of_amounts, given_to = told[: 4 * len(AMOUNTS)], told[4 * len(AMOUNTS) :]
+        of_amounts, given_to = maxima[: 4 * len(AMOUNTS)], maxima[4 * len(AMOUNTS) :]
         if given:
-            self._refuse_twins(given_to)
+            self._refuse_repeated_samples(given_to)
         if is_wrong:
             _raise_first(self._problem)
-        can_ask = not is_gathered and not self._watched.sends
-        problem, is_of_samples = self._few.problem(self._loss_fn, can_ask=can_ask)
+        may_call = not is_gathered and not self._watched.sends
+        problem, is_of_samples = self._few.problem(self._loss_fn, may_call=may_call)
         if problem is not None:
             raise ApplyError(problem)
         for amount in AMOUNTS:
             would_be_wrong, is_not_over, most, least = of_amounts[amount :: len(AMOUNTS)]
             if would_be_wrong and not is_not_over and most != -least and not is_of_samples:
                 _raise_first(self._if_uneven.problems.get(amount))
-        if not cannot_run and (is_untold or self._asks_forward()):
-            self._compare_forwards(is_untold=bool(is_untold))
+        if not cannot_run and (is_uncompared or self._asks_forward()):
+            self._compare_forwards(is_uncompared=bool(is_uncompared))
 
-    def _refuse_twins(self, numbers: list[float]) -> None:
+    def _refuse_repeated_samples(self, digests: list[float]) -> None:
         """Raise if all ranks along a data axis were given the same samples; all ranks must call it.
 
         From the second step on, only a repetition raises: ranks may draw equal samples by chance.
 
         Args:
-            numbers: For each data rank, a digest of a sample of its batch's elements.
+            digests: For each data rank, a digest of a sample of its batch's elements.
         """
-        axis = axis_of_twins(numbers, self._plan)
+        axis = repeated_axis(digests, self._plan)
         if axis is not None:
-            whole = slots(number_of(self._batch, is_whole=True), self._plan)
-            cannot_tell, *wholes = largest(not is_telling(self._batch), *whole)
-            axis = None if cannot_tell else axis_of_twins(wholes, self._plan)
+            own_digests = slots(number_of(self._batch, is_whole=True), self._plan)
+            cannot_compare, *all_digests = largest(not is_distinctive(self._batch), *own_digests)
+            axis = None if cannot_compare else repeated_axis(all_digests, self._plan)
         is_repeated, self._history.is_doubtful = self._history.is_doubtful, axis is not None
         if axis is not None and (self._step == 1 or is_repeated):
             raise ApplyError(same_samples(axis, num_samples(self._batch), self._plan))
 
-    def _compare_forwards(self, *, is_untold: bool) -> None:
+    def _compare_forwards(self, *, is_uncompared: bool) -> None:
         # If losses are compared too, use two parts: the losses of the first and the last part only
         # combine to the loss of all parts if there are no others.
-        most = 2 if is_untold else num_parts(self._plan)
+        most = 2 if is_uncompared else num_parts(self._plan)
         turn = self._step.bit_length() - 1 if is_due(self._step) else self._step
         samples = samples_of(self._batch, self._samples, self._plan, most=most, turn=turn)
         if samples is None:
@@ -226,7 +226,7 @@ class StepCheck:
             self._model,
             self._plan,
             samples,
-            self._loss_fn if is_untold else None,
+            self._loss_fn if is_uncompared else None,
             asks_fewer=asks_fewer,
         )
         found = found or SampleFindings()
@@ -297,6 +297,6 @@ def _raise_first(own: Problem | None) -> None:
     Args:
         own: This rank's problem; None if it has none. At least one rank must have one.
     """
-    told: list[Problem | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, own)
-    raise ApplyError(next(problem for problem in told if problem is not None))
+    problems: list[Problem | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, own)
+    raise ApplyError(next(problem for problem in problems if problem is not None))

@@ -25,7 +25,7 @@ from meshplan.runtime.base.subprocess_pool import run_in_subprocesses
 from meshplan.runtime.estimate.request import EstimateRequest, FakeStepResult, decided
 from meshplan.runtime.fake_step.default_loop import loop_of
 from meshplan.runtime.fake_step.equal_blocks import runs_of
-from meshplan.runtime.fake_step.microbatch import trace_work
+from meshplan.runtime.fake_step.microbatch import trace_microbatch
 from meshplan.runtime.torch_private.fakes import untraceable
 from meshplan.runtime.trace.trace_errors import refused
 
@@ -47,7 +47,7 @@ def is_cheaper(model: nn.Module, plan: Plan, ranks: Sequence[int]) -> bool:
     return saves or bool(not plan.assignment.apply and runs_of(model, plan))
 
 
-def composed(question: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> list[FakeStepResult]:
+def composed(request: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> list[FakeStepResult]:
     """Return the composed step of each of these ranks, in the order of `ranks`.
 
     Raises:
@@ -59,7 +59,7 @@ def composed(question: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> lis
     except PlanError as error:
         raise NotComposedError(error.problems[0].what) from None
     alike = alike_ranks(plan, ranks)
-    found = run_in_subprocesses(_compose, [(question, same) for same in alike])
+    found = run_in_subprocesses(_compose, [(request, same) for same in alike])
     refused = next((each for each in found if isinstance(each, str)), None)
     if refused is not None:
         raise NotComposedError(refused)
@@ -82,7 +82,7 @@ def alike_ranks(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
 
 
 def _compose(
-    question: EstimateRequest, ranks: Sequence[int]
+    request: EstimateRequest, ranks: Sequence[int]
 ) -> tuple[list[EventLog], tuple[tuple[str, str], ...]] | str:
     """Trace a microbatch and compose the steps of ranks that compute the same; a subprocess's task.
 
@@ -90,18 +90,20 @@ def _compose(
         (a log for each rank, assumptions as in `DefaultLoop`), or the reason why the step cannot be
         composed.
     """
-    model, plan = decided(question.spec, question.source)
+    model, plan = decided(request.spec, request.source)
     warnings.simplefilter("ignore")
     try:
         loop = loop_of(model, plan)
         first = microbatch((loop.inputs, loop.targets), plan.accumulate)
         inputs, targets = mapped(first, lambda tensor: tensor.clone())
-        work = trace_work(model, plan, inputs, targets, loop.loss_fn, ranks[0], question.device)
-        prepared = Prepared(work)
+        trace = trace_microbatch(
+            model, plan, inputs, targets, loop.loss_fn, ranks[0], request.device
+        )
+        prepared = Prepared(trace)
         return [composed_log(prepared, plan, rank) for rank in ranks], loop.assumed
     except MeshplanError as error:
         return error.problems[0].what
     except Exception as error:  # The model's own code may raise anything.
         if untraceable(error) is not None:
-            raise refused(error, model, question.source.origin) from None
+            raise refused(error, model, request.source.origin) from None
         return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -78,12 +78,12 @@ class _TieredLogs:
 
 
 def estimate_by_trace(
-    question: EstimateRequest, report: Callable[[str], None], notes: Sequence[str] = ()
+    request: EstimateRequest, report: Callable[[str], None], notes: Sequence[str] = ()
 ) -> MemoryEstimate:
     """Estimate the memory of every rank by fake steps.
 
     Args:
-        question: The request.
+        request: The request.
         report: Progress callback.
         notes: Notes to the user that the estimate must include.
 
@@ -92,20 +92,20 @@ def estimate_by_trace(
         PlanError: The plan does not fit the model, leaves too much open, or its step cannot be
             traced.
     """
-    model, plan = decided(question.spec, question.source)
-    check_stated(question.spec, plan.micro, reads_tokens=False)
+    model, plan = decided(request.spec, request.source)
+    check_stated(request.spec, plan.micro, reads_tokens=False)
     groups = equal_ranks(plan.assignment)
     firsts = [ranks[0] for ranks in groups]
     try:
-        answer = _logs(question, model, plan, firsts, report)
+        answer = _logs(request, model, plan, firsts, report)
     except UnknownShapeError as error:
-        answer = _bounded(question, firsts, report, error)
+        answer = _bounded(request, firsts, report, error)
     found = assemble(
         plan,
         groups,
         answer.logs,
-        device=question.device,
-        limit_bytes=question.limit_bytes,
+        device=request.device,
+        limit_bytes=request.limit_bytes,
         tier=answer.tier,
         certified=answer.certified,
         assumed=answer.assumed,
@@ -113,29 +113,29 @@ def estimate_by_trace(
         error=answer.error,
     )
     if answer.bound:
-        least = answer.least and [with_workspaces(log, question.device) for log in answer.least]
+        least = answer.least and [with_workspaces(log, request.device) for log in answer.least]
         found = as_bound(found, answer.logs, answer.bound, least)
     return with_modules(found, plan, answer.logs)
 
 
-def log_of_rank(question: EstimateRequest, rank: int, report: Callable[[str], None]) -> EventLog:
+def log_of_rank(request: EstimateRequest, rank: int, report: Callable[[str], None]) -> EventLog:
     """Return the event log of one rank's step.
 
     Args:
-        question: The request.
+        request: The request.
         rank: The rank.
         report: Progress callback.
 
     Raises:
         SpecError, PlanError: See `estimate_by_trace`.
     """
-    model, plan = decided(question.spec, question.source)
-    check_stated(question.spec, plan.micro, reads_tokens=False)
-    return _logs(question, model, plan, [rank], report).logs[0]
+    model, plan = decided(request.spec, request.source)
+    check_stated(request.spec, plan.micro, reads_tokens=False)
+    return _logs(request, model, plan, [rank], report).logs[0]
 
 
 def _logs(
-    question: EstimateRequest,
+    request: EstimateRequest,
     model: nn.Module,
     plan: Plan,
     ranks: Sequence[int],
@@ -148,21 +148,21 @@ def _logs(
     """
     _check_played(plan, 1)
     words = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    asked, why = Tier.asked(question.tier), ""
-    if asked == Tier.REPLAY or (asked is None and is_cheaper(model, plan, ranks)):
+    requested, why = Tier.asked(request.tier), ""
+    if requested == Tier.REPLAY or (requested is None and is_cheaper(model, plan, ranks)):
         report(f"tracing a microbatch of {words}")
         try:
-            return _composed(question, plan, ranks)
+            return _composed(request, plan, ranks)
         except NotComposedError as error:
-            if asked:
-                raise _not_by(asked, str(error)) from None
+            if requested:
+                raise _not_by(requested, str(error)) from None
             why = f"; the step cannot be composed: {error}"
     _check_played(plan, plan.accumulate)
     report(f"tracing a step of {words}")
-    imagined = run_in_subprocesses(_fake_step, [(question, rank) for rank in ranks])
+    imagined = run_in_subprocesses(_fake_step, [(request, rank) for rank in ranks])
     logs = [each.log for each in imagined]
     whole = _TieredLogs(logs, imagined[0].assumed, Tier.WHOLE, _ALL_TRACED + why)
-    return _beside_composed(question, plan, ranks, whole)
+    return _beside_composed(request, plan, ranks, whole)
 
 
 def _check_played(plan: Plan, accumulate: int) -> None:
@@ -194,32 +194,32 @@ def _not_by(tier: Tier, why: str) -> PlanError:
     return PlanError(Problem(what, Origin("--tier"), "leave --tier out, or ask for --tier 3"))
 
 
-def _composed(question: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> _TieredLogs:
+def _composed(request: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> _TieredLogs:
     """Return the logs of these ranks from tier 1: a traced microbatch, composed to a step.
 
     Raises:
         NotComposedError: There are no rules to compose this step.
     """
-    found = composed(question, plan, ranks)
+    found = composed(request, plan, ranks)
     logs = [each.log for each in found]
     return _TieredLogs(logs, found[0].assumed, Tier.REPLAY, _BY_RULES, COMPOSED_ERROR)
 
 
 def _beside_composed(
-    question: EstimateRequest, plan: Plan, ranks: Sequence[int], found: _TieredLogs
+    request: EstimateRequest, plan: Plan, ranks: Sequence[int], found: _TieredLogs
 ) -> _TieredLogs:
     """Add to `certified` how much the peak of tier 1 differs, if the user requested a tier.
 
     Args:
-        question: The request.
+        request: The request.
         plan: The plan.
         ranks: The ranks of the logs.
         found: The logs of tier 3.
     """
-    if question.tier is None:
+    if request.tier is None:
         return found
     try:
-        others = composed(question, plan, ranks)
+        others = composed(request, plan, ranks)
     except NotComposedError as error:
         return replace(found, certified=f"{found.certified}; tier 1 cannot answer: {error}")
     pairs = [(a.peak.live_bytes, b.log.peak.live_bytes)
@@ -232,7 +232,7 @@ def _beside_composed(
 
 
 def _bounded(
-    question: EstimateRequest,
+    request: EstimateRequest,
     ranks: Sequence[int],
     report: Callable[[str], None],
     error: UnknownShapeError,
@@ -240,7 +240,7 @@ def _bounded(
     """Return logs of tier 3 that are an upper bound, if some tensors' sizes depend on values.
 
     Args:
-        question: The request.
+        request: The request.
         ranks: The ranks to trace.
         report: Progress callback.
         error: Names the operator whose result has such a size.
@@ -251,7 +251,7 @@ def _bounded(
     (problem,) = error.problems
     report("tracing the step with all data-dependent operators at their maximum size")
     try:
-        found = run_in_subprocesses(_fake_step_at_most, [(question, rank) for rank in ranks])
+        found = run_in_subprocesses(_fake_step_at_most, [(request, rank) for rank in ranks])
     except UnknownShapeError:
         raise PlanError(problem) from None
     refused = next((each for each in found if isinstance(each, str)), None)
@@ -274,7 +274,7 @@ def _bounded(
 
 
 def _fake_step_at_most(
-    question: EstimateRequest, rank: int
+    request: EstimateRequest, rank: int
 ) -> tuple[FakeStepResult, EventLog | None] | str:
     """Trace one rank's step with data-dependent operators at their maximum size, and at half of it.
 
@@ -282,11 +282,11 @@ def _fake_step_at_most(
         (result with the maximum sizes, log that is a lower bound), or the reason why the first is
         no upper bound. The log is None if shapes depend on values, whose minimum is not known.
     """
-    model, plan = decided(question.spec, question.source)
+    model, plan = decided(request.spec, request.source)
     with picking(everything):
-        most = _fake_steps(model, plan, question, rank)
+        most = _fake_steps(model, plan, request, rank)
     with picking(half, has_buffers=False) as picks:
-        less = _fake_steps(model, plan, question, rank)
+        less = _fake_steps(model, plan, request, rank)
     try:
         check_grows(most.log, less.log)
     except NoBoundError as error:
@@ -294,23 +294,23 @@ def _fake_step_at_most(
     return most, None if picks.are_used else less.log
 
 
-def _fake_step(question: EstimateRequest, rank: int) -> FakeStepResult:
+def _fake_step(request: EstimateRequest, rank: int) -> FakeStepResult:
     """Trace one rank's step; the task of a subprocess."""
-    model, plan = decided(question.spec, question.source)
-    return _fake_steps(model, plan, question, rank)
+    model, plan = decided(request.spec, request.source)
+    return _fake_steps(model, plan, request, rank)
 
 
 def _fake_steps(
-    model: nn.Module, plan: Plan, question: EstimateRequest, rank: int
+    model: nn.Module, plan: Plan, request: EstimateRequest, rank: int
 ) -> FakeStepResult:
     warnings.simplefilter("ignore")
     try:
         loop = loop_of(model, plan)
-        log = _step(model, plan, loop, rank, question.device)
+        log = _step(model, plan, loop, rank, request.device)
     except MeshplanError:
         raise
     except Exception as error:  # The model's own code may raise anything.
-        origin = question.source.origin
+        origin = request.source.origin
         problem = None if untraceable(error) else try_forward(model, plan, origin)[0]
         raise PlanError(problem) if problem else refused(error, model, origin) from None
     return FakeStepResult(log, loop.assumed)

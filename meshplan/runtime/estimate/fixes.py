@@ -55,7 +55,7 @@ class _Combination:
 def with_fixes(
     plan: Plan,
     estimate: MemoryEstimate,
-    again: Callable[[Spec], MemoryEstimate],
+    estimate_of: Callable[[Spec], MemoryEstimate],
     is_asked: bool | None,
     report: Callable[[str], None],
     took_s: float,
@@ -68,7 +68,7 @@ def with_fixes(
     Args:
         plan: The plan that was estimated.
         estimate: The estimate of the plan.
-        again: Estimates another spec by the same method, so that the results can be compared.
+        estimate_of: Estimates another spec by the same method, so that the results can be compared.
         is_asked: If True, look for changes; if False, do not; if None, look if that takes at most a
             few seconds, else add a note.
         report: Progress callback.
@@ -85,7 +85,7 @@ def with_fixes(
         note = f"--fixes looks for changes that make the plan fit, in about {takes_s:.0f} s"
         fixes = tuple(_free(estimate))
         return replace(estimate, fixes=fixes, notes=(*estimate.notes, note))
-    search = _FixSearch(plan, estimate, again, report)
+    search = _FixSearch(plan, estimate, estimate_of, report)
     fixes = (*_free(estimate), *search.singles(changes))
     if not any(fix.fits for fix in fixes):
         fixes = (*fixes, *search.combined())

@@ -53,7 +53,7 @@ def shrink_layers(config: Any, layers: int) -> tuple[Any, list[str]]:
     notes: list[str] = []
     for each in _parts(small):
         _cut_layers(each, layers, notes)
-        _set(each, ("use_cache",), False, notes, is_told=False)
+        _set(each, ("use_cache",), False, notes, adds_notes=False)
     return small, notes
 
 
@@ -115,7 +115,7 @@ def _get(config: Any, name: str) -> int | None:
 
 
 def _set(
-    config: Any, names: Sequence[str], value: Any, notes: list[str], *, is_told: bool = True
+    config: Any, names: Sequence[str], value: Any, notes: list[str], *, adds_notes: bool = True
 ) -> None:
     """Set each of these attributes that the config has to `value`.
 
@@ -124,13 +124,13 @@ def _set(
         names: Names of the attributes.
         value: The new value.
         notes: Receives a description of each change.
-        is_told: If False, no descriptions are added.
+        adds_notes: If False, no descriptions are added.
     """
     for name in names:
         old = getattr(config, name, None)
         if old is not None and old != value:
             setattr(config, name, value)
-            if is_told:
+            if adds_notes:
                 notes.append(f"{name} {old} to {value}")
 
 

@@ -90,8 +90,8 @@ def _try(
     found: dict[str, int] = {}
     is_wrapped = False
     try:
-        with fake_rank(model, plan, 0) as (twin, mesh, fake, _):
-            wrapped = apply_plan(twin, plan, mesh, InitialValues())
+        with fake_rank(model, plan, 0) as (fake_model, mesh, fake, _):
+            wrapped = apply_plan(fake_model, plan, mesh, InitialValues())
             is_wrapped = True
             with _widths(wrapped, plan, found):
                 _run(wrapped, in_dtype_of(wrapped, mapped(inputs, fake)))
@@ -110,8 +110,8 @@ def _try(
     # Run without the plan. An error there, too, is a mistake of the model.
     whole: dict[str, int] = {}
     try:
-        with fake_single_rank(model) as (twin, fake, _), _widths(twin, plan, whole):
-            _run(twin, in_dtype_of(twin, mapped(inputs, fake)))
+        with fake_single_rank(model) as (fake_model, fake, _), _widths(fake_model, plan, whole):
+            _run(fake_model, in_dtype_of(fake_model, mapped(inputs, fake)))
     except Exception as error:
         # If the plan does not state the inputs, the error may be due to assumed inputs.
         problem = alone_problem(error, model, origin, inputs)

@@ -39,19 +39,19 @@ class Traces(NamedTuple):
     Attributes:
         samples: Number of samples.
         plain: The microbatch without recomputation.
-        again: The microbatch with every block recomputed; the same as `plain` if there are no
+        recomputed: The microbatch with every block recomputed; the same as `plain` if there are no
             blocks.
         kept: For each block ("" outside of blocks), bytes that it has saved for backward when the
             loss is computed, as (without recomputation, with it).
-        turns: For each block, the most bytes that exist while its backward runs, without those that
-            earlier blocks saved, as (without recomputation, with it).
+        backward_bytes: For each block, the most bytes that exist while its backward runs, without
+            those that earlier blocks saved, as (without recomputation, with it).
     """
 
     samples: int
     plain: MicrobatchCosts
-    again: MicrobatchCosts
+    recomputed: MicrobatchCosts
     kept: Kept
-    turns: Kept
+    backward_bytes: Kept
 
 
 def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
@@ -63,24 +63,24 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
         two: Microbatches with n + 1 samples.
     """
     samples = one.samples
-    order = _order(one.plain.work, plan.graph.blocks())
-    sizes = _numels(plan, order, one.plain.work.gradients.keys())
+    order = _order(one.plain.trace, plan.graph.blocks())
+    sizes = _numels(plan, order, one.plain.trace.gradients.keys())
     plain = [_shares(traces.plain, order) for traces in (one, two)]
-    again = [_shares(traces.again, order) for traces in (one, two)]
+    recomputed = [_shares(traces.recomputed, order) for traces in (one, two)]
     nothing = (0, 0)
     found = []
     for name in (FIRST, *order, LAST):
         kept = [
             _for_each(
-                one.kept.get(name, nothing)[way],
-                two.kept.get(name, nothing)[way],
+                one.kept.get(name, nothing)[recompute],
+                two.kept.get(name, nothing)[recompute],
                 samples,
             )
-            for way in (0, 1)
+            for recompute in (0, 1)
         ]
         forward = _tally([share[False, name] for share in plain], samples)
         backward = _tally([share[True, name] for share in plain], samples)
-        pairs = zip(again, plain, strict=True)
+        pairs = zip(recomputed, plain, strict=True)
         repeated = _tally([a[True, name].less(p[True, name]) for a, p in pairs], samples)
         numels, frozen = sizes[name]
         none = Tally()
@@ -91,17 +91,17 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
             frozen=frozen,
             forward=forward,
             backward=backward,
-            again=(none, none, repeated if name in order else none),
+            recompute=(none, none, repeated if name in order else none),
             sent_forward=_NOTHING_SENT,
             sent_backward=_NOTHING_SENT,
-            sent_again=(_NOTHING_SENT,) * 3,
+            sent_recompute=(_NOTHING_SENT,) * 3,
             saved_bytes=(kept[0], kept[0], kept[1]),
             transient_bytes=(0.0, 0.0, 0.0),
             boundary_bytes=0.0,
         )
         found.append(kind)
-    turns = tuple(_turn(one, two, name) for name in (FIRST, *order, LAST))
-    return replace(_chain(found, order), turns=turns)
+    backward_bytes = tuple(_backward_bytes(one, two, name) for name in (FIRST, *order, LAST))
+    return replace(_chain(found, order), backward_bytes=backward_bytes)
 
 
 def chain_as_run(plan: Plan, counted: Counted) -> Chain:
@@ -132,13 +132,13 @@ def chain_as_run(plan: Plan, counted: Counted) -> Chain:
                 frozen=frozen,
                 forward=_tally_of(forward, samples, read),
                 backward=_tally_of(backward, samples, read + written),
-                again=(none, none, none),
+                recompute=(none, none, none),
                 sent_forward=_sent_of(forward, samples),
                 sent_backward=_sent_of(backward, samples),
-                sent_again=(_NOTHING_SENT,) * 3,
+                sent_recompute=(_NOTHING_SENT,) * 3,
                 saved_bytes=(0.0, 0.0, 0.0),
                 transient_bytes=(0.0, 0.0, 0.0),
-                boundary_bytes=counted.handed_bytes / samples,
+                boundary_bytes=counted.input_bytes / samples,
                 context_bytes=forward.context_bytes / samples,
                 exchanged_bytes=forward.exchanged_bytes / samples,
             )
@@ -204,27 +204,27 @@ def check_speed(
         report(f"the FLOPs of {names} are unknown: only the bytes that they move are counted")
 
 
-def _turn(one: Traces, two: Traces, name: str) -> tuple[float, ...]:
-    """Return `Chain.turns` of one place: bytes per sample for each option of recomputation.
+def _backward_bytes(one: Traces, two: Traces, name: str) -> tuple[float, ...]:
+    """Return `Chain.backward_bytes` of one place: bytes per sample, by option of recompute.
 
     The options are those of `cost.grid.RECOMPUTE`; selective counts as none. Return () if a place
     was not recorded.
     """
-    if name not in one.turns or name not in two.turns:
+    if name not in one.backward_bytes or name not in two.backward_bytes:
         return ()
-    plain, again = (
+    plain, recomputed = (
         max(
-            one.turns[name][way] / one.samples,
-            two.turns[name][way] / two.samples,
+            one.backward_bytes[name][recompute] / one.samples,
+            two.backward_bytes[name][recompute] / two.samples,
         )
-        for way in (0, 1)
+        for recompute in (0, 1)
     )
-    return plain, plain, again
+    return plain, plain, recomputed
 
 
-def _order(work: MicrobatchTrace, blocks: Collection[str]) -> list[str]:
+def _order(trace: MicrobatchTrace, blocks: Collection[str]) -> list[str]:
     """Return the blocks in the order of their first forward. Blocks that never run are left out."""
-    began = (mark.unit for mark in work.marks if mark.moment == HookKind.BEFORE_FORWARD)
+    began = (point.unit for point in trace.hook_points if point.kind == HookKind.BEFORE_FORWARD)
     return list(dict.fromkeys(unit for unit in began if unit in blocks))
 
 

@@ -32,7 +32,7 @@ from meshplan.runtime.base.phases import begin, heard_by
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.fake_step.equal_blocks import Edges, runs_of, short_plan, shortened, shown_of
 from meshplan.runtime.fake_step.kernels import KernelCounter, OperatorWork, Where
-from meshplan.runtime.fake_step.microbatch import hook_points_of, note_held, without_data, work_of
+from meshplan.runtime.fake_step.microbatch import hook_points_of, note_state, trace_of, without_data
 from meshplan.runtime.fake_step.step import fake_single_rank, names_of
 from meshplan.spec.spec import ActivationCheckpointing, Precision
 
@@ -45,7 +45,7 @@ class MicrobatchCosts:
     """The recorded memory and work of one microbatch.
 
     Args:
-        work: The memory trace of the whole model.
+        trace: The memory trace of the whole model.
         done: Work by direction and block. Of many equal blocks only a few run and have an entry.
         shown: For each block of the whole model, the block that ran for it: itself or an equal
             one.
@@ -55,7 +55,7 @@ class MicrobatchCosts:
         has_cast: If True, a unit changed the dtype of an input or output.
     """
 
-    work: MicrobatchTrace
+    trace: MicrobatchTrace
     done: Mapping[Where, OperatorWork]
     shown: Mapping[str, str]
     unknown: frozenset[str]
@@ -70,16 +70,18 @@ class Ask:
 
     Args:
         samples: Number of samples.
-        again: Fqns of the blocks that are recomputed in backward.
+        recomputed: Fqns of the blocks that are recomputed in backward.
     """
 
     samples: int
-    again: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
 
 
-def with_again(plan: Plan, again: frozenset[str]) -> Plan:
-    """Return the plan with full recomputation of exactly the modules in `again`, given by fqn."""
-    policy = {fqn: Recompute(FULL, Reason("asked")) for fqn in plan.graph.modules if fqn in again}
+def with_recompute(plan: Plan, recomputed: frozenset[str]) -> Plan:
+    """Return the plan with full recomputation of exactly the modules `recomputed`, given by fqn."""
+    policy = {
+        fqn: Recompute(FULL, Reason("asked")) for fqn in plan.graph.modules if fqn in recomputed
+    }
     whole = replace(plan.assignment, recompute=MappingProxyType(policy))
     return replace(plan, assignment=whole)
 
@@ -91,7 +93,7 @@ def watch(
     targets: Any,
     loss_fn: LossFn,
     device: str,
-    asked: Sequence[Ask],
+    asks: Sequence[Ask],
     *,
     is_steady: bool = False,
 ) -> list[MicrobatchCosts]:
@@ -108,15 +110,15 @@ def watch(
         targets: Targets of the same samples.
         loss_fn: Maps the model's output and the targets to the loss.
         device: Name of the device whose kernels are emulated, as for `fake_step`.
-        asked: The microbatches to run, fastest with equal `again` next to each other.
+        asks: The microbatches to run, fastest with equal `again` next to each other.
         is_steady: If True, an earlier call found that this model keeps nothing between
             microbatches, so each needs to run only once.
     """
-    plans = [with_again(plan, each.again) for each in asked]
-    batches = {each.samples: _first(each.samples, (inputs, targets)) for each in asked}
+    plans = [with_recompute(plan, each.recomputed) for each in asks]
+    batches = {each.samples: _first(each.samples, (inputs, targets)) for each in asks}
     runs = [] if plan.assignment.apply else runs_of(model, plans[0])
-    others = {each.again: other for each, other in zip(asked, plans, strict=True)}
-    others.pop(asked[0].again)
+    others = {each.recomputed: other for each, other in zip(asks, plans, strict=True)}
+    others.pop(asks[0].recomputed)
     if any(runs_of(model, other) != runs for other in others.values()):
         runs = []
     if runs:
@@ -124,13 +126,13 @@ def watch(
             with shortened(model, runs) as used:
                 short = [short_plan(each, runs) for each in plans]
                 seen = _CostWatch(model, short, batches, loss_fn, device, runs).all(
-                    asked, is_steady=is_steady
+                    asks, is_steady=is_steady
                 )
             if not used:
                 return seen
         except Exception:  # The model's code may rely on all its blocks and raise anything.
             seen = []  # Run the whole model below, where a genuine error is raised again.
-    return _CostWatch(model, plans, batches, loss_fn, device, ()).all(asked, is_steady=is_steady)
+    return _CostWatch(model, plans, batches, loss_fn, device, ()).all(asks, is_steady=is_steady)
 
 
 def _first(samples: int, batch: Any) -> Any:
@@ -162,35 +164,35 @@ class _CostWatch:
         self._loss_fn, self._device, self._runs = loss_fn, device, runs
         self._blocks = plans[0].graph.blocks()
 
-    def all(self, asked: Sequence[Ask], *, is_steady: bool) -> list[MicrobatchCosts]:
+    def all(self, asks: Sequence[Ask], *, is_steady: bool) -> list[MicrobatchCosts]:
         """Return the record of each asked microbatch, as it runs from the second time on."""
-        plain = without_data(with_again(self._plans[0], frozenset()))
+        plain = without_data(with_recompute(self._plans[0], frozenset()))
         with warnings.catch_warnings(), fake_single_rank(self._model, self._device) as (
-            twin, fake, behaviour,
+            fake_model, fake, behaviour,
         ):  # fmt: skip
             warnings.simplefilter("ignore")
-            self._fake, self._wrapped = fake, twin
-            cast_parameters(twin.train(), plain)
-            apply_chunked_loss(twin, plain)()
+            self._fake, self._wrapped = fake, fake_model
+            cast_parameters(fake_model.train(), plain)
+            apply_chunked_loss(fake_model, plain)()
             names = names_of(self._wrapped)
-            self._ledger = KernelCounter(names, behaviour, self._shown().values())
-            self._held = note_held(self._ledger, self._wrapped, ())
-            self._marking = hook_points_of(self._wrapped, self._plans[0], self._ledger)
+            self._tracker = KernelCounter(names, behaviour, self._shown().values())
+            self._of_params = note_state(self._tracker, self._wrapped, ())
+            self._recorder = hook_points_of(self._wrapped, self._plans[0], self._tracker)
             self._watch_other_blocks()
             self._taken: dict[str, tuple[int, ...]] = {}
             for block in set(self._shown().values()):
                 # Registered after the unit's hooks, so that it sees inputs after the unit's cast.
-                twin.get_submodule(block).register_forward_pre_hook(
+                fake_model.get_submodule(block).register_forward_pre_hook(
                     partial(self._take, block), with_kwargs=True
                 )
-            self._edges = [Edges(self._wrapped, run, self._ledger) for run in self._runs]
-            alone = len(asked) == 1 and not is_steady
-            found = self._each(asked, twice=alone)
+            self._edges = [Edges(self._wrapped, run, self._tracker) for run in self._runs]
+            alone = len(asks) == 1 and not is_steady
+            found = self._each(asks, twice=alone)
             # Tensors that a microbatch leaves behind exist from the beginning of the next one. A
             # single microbatch shows that only if it runs twice.
             is_steady = is_steady or not any(before for _, before in found)
             if not is_steady and not alone:
-                found = self._each(asked, twice=True)
+                found = self._each(asks, twice=True)
             return [replace(seen, is_steady=is_steady) for seen, _ in found]
 
     def _watch_other_blocks(self) -> None:
@@ -202,14 +204,14 @@ class _CostWatch:
                 precision=Precision(), reason=Reason("marked"), casts_inputs=False,
             )  # fmt: skip
             # A unit must own a parameter to record the end of its backward; "" names none.
-            self._marking.watch(self._wrapped.get_submodule(block), alone, ("",))
+            self._recorder.watch(self._wrapped.get_submodule(block), alone, ("",))
 
     def _each(
-        self, asked: Sequence[Ask], *, twice: bool
+        self, asks: Sequence[Ask], *, twice: bool
     ) -> list[tuple[MicrobatchCosts, tuple[int, ...]]]:
         """Return (record, sizes of tensors left by earlier microbatches) of each microbatch."""
         out = []
-        for ask, plan in zip(asked, self._plans, strict=True):
+        for ask, plan in zip(asks, self._plans, strict=True):
             with _again(self._wrapped, plan) as looks_first:
                 for _ in range(1 + (twice or looks_first)):
                     found = self._once(ask)
@@ -217,43 +219,45 @@ class _CostWatch:
         return out
 
     def _once(self, ask: Ask) -> tuple[MicrobatchCosts, tuple[int, ...]]:
-        ledger, marking = self._ledger, self._marking
+        tracker, recorder = self._tracker, self._recorder
         inputs, targets = mapped(self._batches[ask.samples], self._fake)
-        marking.clear()
+        recorder.clear()
         for edge in self._edges:
             edge.clear()
-        ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
-        ledger.forget()
+        tracker.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
+        tracker.forget()
         self._taken.clear()
         args, kwargs = as_arguments(inputs)
-        with heard_by(ledger.begin), ledger, loss_mode(self._plans[0]):
+        with heard_by(tracker.begin), tracker, loss_mode(self._plans[0]):
             begin("forward")
             output = self._wrapped(*args, **kwargs)
-            ledger.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
+            tracker.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
             begin("loss")
             loss = self._loss_fn(output, targets)
             del output
             begin("backward")
             (loss * 1.0).backward()
-            marking.finish()
-        log = ledger.log()
-        num_left_out = sum(event.storage in self._held for event in log.events)
-        work = replace(work_of(ledger, [marking], self._held, loss), taken=dict(self._taken))
+            recorder.finish()
+        log = tracker.log()
+        num_left_out = sum(event.storage in self._of_params for event in log.events)
+        trace = replace(
+            trace_of(tracker, [recorder], self._of_params, loss), taken=dict(self._taken)
+        )
         if self._runs:
-            work = repeat_blocks(work, [edge.found(num_left_out) for edge in self._edges])
+            trace = repeat_blocks(trace, [edge.found(num_left_out) for edge in self._edges])
         before = tuple(
             event.delta for event in log.events
-            if not event.phase and event.storage not in self._held
+            if not event.phase and event.storage not in self._of_params
             and log.storages[event.storage].term not in (Term.INPUTS, Term.BUFFERS)
         )  # fmt: skip
         seen = MicrobatchCosts(
-            work=work,
-            done=MappingProxyType(dict(ledger.done)),
+            trace=trace,
+            done=MappingProxyType(dict(tracker.done)),
             shown=MappingProxyType(self._shown()),
-            unknown=frozenset(ledger.unknown),
-            convolved=ledger.convolved_share,
+            unknown=frozenset(tracker.unknown),
+            convolved=tracker.convolved_share,
             is_steady=False,
-            has_cast=marking.has_cast,
+            has_cast=recorder.has_cast,
         )
         return seen, before
 
@@ -261,7 +265,7 @@ class _CostWatch:
         numbers = [
             number
             for _, tensor in (*tensors_in(args), *tensors_in(kwargs))
-            for number in self._ledger.numbers_of(tensor)
+            for number in self._tracker.numbers_of(tensor)
         ]
         before = self._taken.get(block, ())
         self._taken[block] = tuple(dict.fromkeys((*before, *numbers)))

@@ -213,7 +213,7 @@ def _returned(model: nn.Module, inputs: Any) -> Returned:
     """Return `DefaultLoop.returned`, found by a run of the model on fake tensors."""
     mode = fake_mode()
     shadows = ConstantPropagation(mode)
-    twin, _, _ = copy_to_run(model, (), mode)
+    fake_model, _, _ = copy_to_run(model, (), mode)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         out = stand_in(tensor)
@@ -221,7 +221,7 @@ def _returned(model: nn.Module, inputs: Any) -> Returned:
         return out
 
     with torch.no_grad(), quiet_fakes(), mode, shadows, fake_execution():
-        output = call(twin, mapped(inputs, fake))
+        output = call(fake_model, mapped(inputs, fake))
     name, tensor = _made_of(output)
     shapes = [tuple(t.shape) for t in ([tensor] if tensor is not None else [])]
     return name, shapes

@@ -61,21 +61,21 @@ class _Number(int):
         return self
 
 
-def _telling(name: str) -> Any:
+def _recording(name: str) -> Any:
     plain = getattr(int, name)
 
-    def tell(self: _Number, *others: Any) -> Any:
+    def record(self: _Number, *others: Any) -> Any:
         self.used.append(int.__index__(self))
         return plain(self, *others)
 
-    return tell
+    return record
 
 
 for _name in (
     "eq", "ne", "lt", "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul", "mod", "rmod",
     "floordiv", "truediv", "pow", "and", "or", "xor", "bool", "float",
 ):  # fmt: skip
-    setattr(_Number, f"__{_name}__", _telling(f"__{_name}__"))
+    setattr(_Number, f"__{_name}__", _recording(f"__{_name}__"))
 _Number.__hash__ = int.__hash__  # type: ignore[method-assign]
 
 
@@ -174,11 +174,11 @@ class Edges:
     Args:
         model: The short model, on which hooks are registered.
         run: The run of equal blocks.
-        ledger: The memory tracker that numbers the events.
+        tracker: The memory tracker that numbers the events.
     """
 
-    def __init__(self, model: nn.Module, run: RepeatedBlocks, ledger: MemoryTracker) -> None:
-        self._run, self._ledger = run, ledger
+    def __init__(self, model: nn.Module, run: RepeatedBlocks, tracker: MemoryTracker) -> None:
+        self._run, self._tracker = run, tracker
         self.clear()
         for period in range(KEPT):
             at = run.first + period * run.period
@@ -221,21 +221,21 @@ class Edges:
         )
 
     def _enter(self, period: int, module: nn.Module, args: Any) -> None:
-        self._entered.append((period, self._ledger.num_events))
+        self._entered.append((period, self._tracker.num_events))
         if not period:
             for tensor in tensors_with_gradient(args):
                 tensor.register_hook(self._end_backward)
 
     def _leave(self, period: int, module: nn.Module, args: Any, output: Any) -> None:
-        self._left = self._ledger.num_events
+        self._left = self._tracker.num_events
         for tensor in tensors_with_gradient(output):
             tensor.register_hook(partial(self._begin_backward, period))
 
     def _begin_backward(self, period: int, gradient: torch.Tensor) -> None:
-        self._back.setdefault(period, self._ledger.num_events)
+        self._back.setdefault(period, self._tracker.num_events)
 
     def _end_backward(self, gradient: torch.Tensor) -> None:
-        self._end = self._ledger.num_events if self._end is None else self._end
+        self._end = self._tracker.num_events if self._end is None else self._end
 
 
 def _labels(
@@ -269,16 +269,16 @@ def _run(container: str, blocks: list[nn.Module], plan: Plan) -> RepeatedBlocks 
         return None
     known: dict[int, Any] = {}
 
-    def said(place: int) -> Any:
+    def decisions(place: int) -> Any:
         if place not in known:
-            known[place] = _said(f"{container}.{place}" if container else str(place), plan)
+            known[place] = _decisions_for(f"{container}.{place}" if container else str(place), plan)
         return known[place]
 
     def is_over(at: int, before: int) -> bool:
         """Return True if the block at index `at` is missing or differs from the one at `before`."""
         if at == len(blocks) or not is_alike(blocks[before], blocks[at], at - before):
             return True
-        return said(at) is None or bool(said(at) != said(before))
+        return decisions(at) is None or bool(decisions(at) != decisions(before))
 
     # Take the shortest period for which any run is long enough, and its longest run.
     best: RepeatedBlocks | None = None
@@ -295,7 +295,7 @@ def _run(container: str, blocks: list[nn.Module], plan: Plan) -> RepeatedBlocks 
     return None
 
 
-def _said(block: str, plan: Plan) -> Any:
+def _decisions_for(block: str, plan: Plan) -> Any:
     """Return all of the plan's decisions for a block, by names relative to the block.
 
     Return None if a tensor of the block is tied to a tensor outside of it.

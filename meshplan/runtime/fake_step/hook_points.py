@@ -32,41 +32,41 @@ class HookPointRecorder:
     """Records the hook points of a microbatch, and the gradients that the microbatch computes.
 
     Args:
-        ledger: The memory tracker that numbers the events.
+        tracker: The memory tracker that numbers the events.
         params: The trainable parameters, by fqn.
         at: Suffix of every recorded name, which names the pipeline stage; "" without a pipeline.
-        marks: List that hook points are appended to, for several recorders that share it; None for
-            a new list.
+        hook_points: List that hook points are appended to, for several recorders that share it;
+            None for a new list.
 
     Attributes:
-        marks: The hook points, in order.
+        hook_points: The hook points, in order.
         gradients: The number of the storage of a parameter's first gradient, by name.
-        again: (event, name, number of the storage) of each later gradient of a parameter.
+        later_gradients: (event, name, number of the storage) of each later gradient of a parameter.
         ready: The index of the event before which a parameter's first gradient existed, by name.
-        held: All gradients, kept alive: when they are freed is decided by the wrapper's reduction,
-            which is not part of the trace.
-        settling: (bytes, number of the storage) of each event that redistributes a parameter's
+        kept_alive: All gradients, kept alive: when they are freed is decided by the wrapper's
+            reduction, which is not part of the trace.
+        grad_relayout: (bytes, number of the storage) of each event that redistributes a parameter's
             gradient to the layout of the parameter, by name.
         has_cast: True once a unit has changed the dtype of an input or output.
     """
 
     def __init__(
         self,
-        ledger: MemoryTracker,
+        tracker: MemoryTracker,
         params: Mapping[str, nn.Parameter],
         at: str = "",
-        marks: list[HookPoint] | None = None,
+        hook_points: list[HookPoint] | None = None,
     ) -> None:
-        self._ledger, self._params, self._at = ledger, params, at
-        self._there: dict[str, int] = {}
+        self._tracker, self._params, self._at = tracker, params, at
+        self._ready_at: dict[str, int] = {}
         self._is_ending = False
         self._units: list[_HookedUnit] = []
-        self.marks = [] if marks is None else marks
-        self.again: list[tuple[int, str, int]] = []
+        self.hook_points = [] if hook_points is None else hook_points
+        self.later_gradients: list[tuple[int, str, int]] = []
         self.gradients: dict[str, int] = {}
         self.ready: dict[str, int] = {}
-        self.held: list[torch.Tensor] = []
-        self.settling: dict[str, tuple[tuple[int, int], ...]] = {}
+        self.kept_alive: list[torch.Tensor] = []
+        self.grad_relayout: dict[str, tuple[tuple[int, int], ...]] = {}
         self.has_cast = False
         for fqn, param in params.items():
             param.register_post_accumulate_grad_hook(partial(self._note_ready, fqn))
@@ -83,15 +83,15 @@ class HookPointRecorder:
 
     def clear(self) -> None:
         """Discard the record, and all gradients of parameters, before another microbatch."""
-        self.marks.clear()
-        self.gradients, self.ready, self.settling = {}, {}, {}
-        self.again, self.held, self._there = [], [], {}
+        self.hook_points.clear()
+        self.gradients, self.ready, self.grad_relayout = {}, {}, {}
+        self.later_gradients, self.kept_alive, self._ready_at = [], [], {}
         for param in self._params.values():
             param.grad = None
 
-    def note(self, moment: HookKind, unit: str) -> None:
+    def note(self, kind: HookKind, unit: str) -> None:
         """Record a hook point of this kind, of the unit with this fqn, at the current event."""
-        self.marks.append(HookPoint(self._ledger.num_events, moment, unit + self._at))
+        self.hook_points.append(HookPoint(self._tracker.num_events, kind, unit + self._at))
 
     def take(self, fqns: tuple[str, ...]) -> None:
         """Record the gradients of these parameters and set `grad` to None, as a reduction does."""
@@ -100,23 +100,23 @@ class HookPointRecorder:
             if param is None or param.grad is None:  # The parameter is frozen or unused.
                 continue
             gradient, param.grad = param.grad, None
-            name, event = fqn + self._at, self._there.pop(fqn, self._ledger.num_events)
-            storage = self._ledger.numbers_of(gradient)[0]
+            name, event = fqn + self._at, self._ready_at.pop(fqn, self._tracker.num_events)
+            storage = self._tracker.numbers_of(gradient)[0]
             if name in self.gradients:
-                self.again.append((event, name, storage))
+                self.later_gradients.append((event, name, storage))
             else:
                 self.gradients[name], self.ready[name] = storage, event
-            self.held.append(gradient)
-            self._settle(name, param, gradient)
+            self.kept_alive.append(gradient)
+            self._relayout(name, param, gradient)
 
     def _note_ready(self, fqn: str, param: torch.Tensor) -> None:
         # Until `take`, later gradients accumulate into the first, whose event is the one to keep.
-        self._there.setdefault(fqn, self._ledger.num_events)
+        self._ready_at.setdefault(fqn, self._tracker.num_events)
         if param.grad is not None:
-            self._ledger.tell([param.grad], Term.GRADIENTS)
+            self._tracker.set_term([param.grad], Term.GRADIENTS)
 
-    def _settle(self, name: str, param: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Redistribute a gradient to its parameter's layout, and move the events to `settling`.
+    def _relayout(self, name: str, param: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Redistribute a gradient to its parameter's layout; its events go to `grad_relayout`.
 
         FSDP2 redistributes the gradient when it reduces it, which is not part of the trace.
         """
@@ -124,10 +124,10 @@ class HookPointRecorder:
             return
         if gradient.placements == param.placements:
             return
-        first = self._ledger.num_events
-        self.held.append(gradient.redistribute(placements=param.placements))
-        if events := self._ledger.cut(first):
-            self.settling[name] = tuple((event.delta, event.storage) for event in events)
+        first = self._tracker.num_events
+        self.kept_alive.append(gradient.redistribute(placements=param.placements))
+        if events := self._tracker.cut(first):
+            self.grad_relayout[name] = tuple((event.delta, event.storage) for event in events)
 
     def begin_backward(self) -> None:
         """Arrange, when the first unit's backward begins, that the end of backward is recorded."""
@@ -156,10 +156,10 @@ class _HookedUnit:
     """
 
     def __init__(
-        self, module: nn.Module, unit: Unit, owned: tuple[str, ...], marking: HookPointRecorder
+        self, module: nn.Module, unit: Unit, owned: tuple[str, ...], recorder: HookPointRecorder
     ) -> None:
         self.is_in_backward = False
-        self._fqn, self._owned, self._marking = unit.fqn, owned, marking
+        self._fqn, self._owned, self._recorder = unit.fqn, owned, recorder
         precision = unit.precision
         self._taken = _dtype(precision.param) if unit.casts_inputs else None
         self._given = _dtype(precision.output)
@@ -170,10 +170,10 @@ class _HookedUnit:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.is_in_backward:  # In recomputation FSDP2 gathers before it casts.
-            self._marking.note(HookKind.BEFORE_FORWARD, self._fqn)
+            self._recorder.note(HookKind.BEFORE_FORWARD, self._fqn)
             return self._cast(args, kwargs)
         args, kwargs = self._cast(args, kwargs)
-        self._marking.note(HookKind.BEFORE_FORWARD, self._fqn)
+        self._recorder.note(HookKind.BEFORE_FORWARD, self._fqn)
         taken = tensors_with_gradient((args, kwargs)) if torch.is_grad_enabled() else ()
         if not taken or not self._owned:
             return args, kwargs
@@ -184,7 +184,7 @@ class _HookedUnit:
         return out
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self._marking.note(HookKind.AFTER_FORWARD, self._fqn)
+        self._recorder.note(HookKind.AFTER_FORWARD, self._fqn)
         if not self.is_in_backward and torch.is_grad_enabled():
             for tensor in tensors_with_gradient(output):
                 tensor.register_hook(self._begin_backward)
@@ -198,20 +198,20 @@ class _HookedUnit:
         return self._as(args, self._taken), self._as(kwargs, self._taken)
 
     def _as(self, value: Any, dtype: torch.dtype) -> Any:
-        self._marking.has_cast |= any(
+        self._recorder.has_cast |= any(
             tensor.is_floating_point() and tensor.dtype != dtype for _, tensor in tensors_in(value)
         )
         return with_floats_as(value, dtype)
 
     def _begin_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         self.is_in_backward = True
-        self._marking.begin_backward()
-        self._marking.note(HookKind.BEFORE_BACKWARD, self._fqn)
+        self._recorder.begin_backward()
+        self._recorder.note(HookKind.BEFORE_BACKWARD, self._fqn)
         return gradient
 
     def _end_backward(self) -> None:
-        self._marking.note(HookKind.AFTER_BACKWARD, self._fqn)
-        self._marking.take(self._owned)
+        self._recorder.note(HookKind.AFTER_BACKWARD, self._fqn)
+        self._recorder.take(self._owned)
 
 
 class _AfterBackward(torch.autograd.Function):

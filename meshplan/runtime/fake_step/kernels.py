@@ -22,7 +22,7 @@ from meshplan.layout.mesh import Mesh
 from meshplan.runtime.base.pytree import given_to
 from meshplan.runtime.fake_step.cuda_mode import Behaviour
 from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
-from meshplan.runtime.torch_private.modes import device_told
+from meshplan.runtime.torch_private.modes import answer_device
 from meshplan.runtime.trace.collectives import sent_by
 
 _ops: Final[Any] = torch.ops.aten
@@ -46,7 +46,7 @@ _MAKES_NOTHING: Final = frozenset({_ops.empty, _ops.empty_like, _ops.empty_strid
                                    _ops._unsafe_view, _ops.lift_fresh})  # fmt: skip
 """Operators that start no kernel. `_unsafe_view` is a view that its schema does not declare."""
 
-_TOLD: Final[dict[tuple[Any, ...], float]] = {}
+_FLOPS_CACHE: Final[dict[tuple[Any, ...], float]] = {}
 _MOST: Final = 1 << 14
 
 
@@ -112,7 +112,7 @@ class Counted:
         shown: For each block of the whole model, the block that ran for it: itself or an equal
             one.
         trained: Names of the parameters that got a gradient.
-        handed_bytes: Most bytes of inputs that require grad, of any block.
+        input_bytes: Most bytes of inputs that require grad, of any block.
         convolved: Share of the FLOPs that are convolutions, from 0 to 1.
         unknown: Names of operators whose FLOPs are not known.
     """
@@ -120,7 +120,7 @@ class Counted:
     done: Mapping[Where, OperatorWork]
     shown: Mapping[str, str]
     trained: Collection[str]
-    handed_bytes: int
+    input_bytes: int
     convolved: float
     unknown: frozenset[str]
 
@@ -181,7 +181,7 @@ class KernelCounter(MemoryTracker):
             self._last = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (device := device_told(func, args)) is not None:
+        if (device := answer_device(func, args)) is not None:
             return device
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if out is NotImplemented or func.is_view:
@@ -247,7 +247,7 @@ def _done(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Operator
         return done._replace(context_bytes=keys, exchanged_bytes=keys + others)
     rule: Callable[..., Any] | None = flop_registry.get(packet)
     if rule is not None:
-        flops = _told(packet, rule, args, kwargs, out)
+        flops = _flops_by_rule(packet, rule, args, kwargs, out)
         attention = flops if packet in _BETWEEN_ACTIVATIONS else 0.0
         return OperatorWork(_kernels(packet, made), flops, attention, given_bytes + made_bytes)
     if packet in _LOOKS_UP:
@@ -255,17 +255,19 @@ def _done(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Operator
     return OperatorWork(kernels=1, moved_bytes=given_bytes + made_bytes)
 
 
-def _told(packet: Any, rule: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> float:
+def _flops_by_rule(
+    packet: Any, rule: Callable[..., Any], args: Any, kwargs: Any, out: Any
+) -> float:
     """Return an operator's FLOPs by its rule in torch's `flop_registry`.
 
     Results are cached by shapes and plain arguments, since rules read nothing else.
     """
     key = packet, _form(args), _form(kwargs), _form(out)
-    if key not in _TOLD:
-        if len(_TOLD) >= _MOST:
-            _TOLD.clear()
-        _TOLD[key] = float(rule(*args, **kwargs, out_val=out))
-    return _TOLD[key]
+    if key not in _FLOPS_CACHE:
+        if len(_FLOPS_CACHE) >= _MOST:
+            _FLOPS_CACHE.clear()
+        _FLOPS_CACHE[key] = float(rule(*args, **kwargs, out_val=out))
+    return _FLOPS_CACHE[key]
 
 
 def _form(value: Any) -> Any:

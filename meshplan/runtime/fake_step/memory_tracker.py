@@ -18,14 +18,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from meshplan.memory.log.categories import settle
+from meshplan.memory.log.categories import assign_terms
 from meshplan.memory.log.events import Event, EventLog, Storage, Term
 from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.host_copies import CROSSING, MemorySide
 from meshplan.runtime.base.pytree import given_to
 from meshplan.runtime.fake_step.cuda_mode import AS_IT_IS, Behaviour
 from meshplan.runtime.fake_step.current_module import CurrentModule
-from meshplan.runtime.torch_private.modes import Watching, device_told
+from meshplan.runtime.torch_private.modes import Watching, answer_device
 from meshplan.runtime.torch_private.ops import around_propagation
 from meshplan.runtime.torch_private.private import on_resize
 
@@ -56,7 +56,7 @@ class MemoryTracker(Watching):
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         """(number, weak reference that reports the end) of each live storage, by address."""
         self._sizes: dict[int, int] = {}
-        self._hosted: set[int] = set()
+        self._host_storages: set[int] = set()
         self._host_live = self._host_most = 0
         self._sent: set[int] = set()
         self._overlooked: set[int] = set()
@@ -93,12 +93,16 @@ class MemoryTracker(Watching):
     def log(self) -> EventLog:
         """Return the log of all events since `forget`."""
         events, phases = tuple(self._events), tuple(self.phases)
-        found = settle(self._storages, events, phases, sent=self._sent, num_before=self._num_before)
+        found = assign_terms(
+            self._storages, events, phases, sent=self._sent, num_before=self._num_before
+        )
         return EventLog(found, events, phases, self._host_most)
 
     def forget(self) -> None:
         """Start a new log, in which all live storages exist from the beginning."""
-        live = [(n, size) for n, size in self._sizes.items() if size and n not in self._hosted]
+        live = [
+            (n, size) for n, size in self._sizes.items() if size and n not in self._host_storages
+        ]
         self._host_most = self._host_live
         self.phases = ["before"]
         self._events = [Event(size, number, 0) for number, size in live]
@@ -112,17 +116,17 @@ class MemoryTracker(Watching):
                 number = self._live[plain.untyped_storage()._cdata][0]
                 self._storages[number] = self._storages[number]._replace(term=term)
 
-    def tell(self, tensors: Iterable[torch.Tensor], term: Term) -> None:
+    def set_term(self, tensors: Iterable[torch.Tensor], term: Term) -> None:
         """Set the category of tensors; a tensor that was not recorded is ignored."""
         for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):
             self._storages[number] = self._storages[number]._replace(term=term)
 
-    def hand_on(self, tensors: Iterable[torch.Tensor], module: str) -> None:
+    def attribute(self, tensors: Iterable[torch.Tensor], module: str) -> None:
         """Attribute tensors to the module with this fqn, whichever module made them."""
         for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):
             self._storages[number] = self._storages[number]._replace(module=module)
 
-    def overlook(self, tensors: Iterable[torch.Tensor]) -> None:
+    def stop_counting(self, tensors: Iterable[torch.Tensor]) -> None:
         """Stop counting tensors that are recorded but are not in device memory."""
         for tensor in tensors:
             for plain in _plain(tensor):
@@ -136,11 +140,11 @@ class MemoryTracker(Watching):
         for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):
             size = self._sizes[number]
             self._change(number, 0)
-            self._hosted.add(number)
+            self._host_storages.add(number)
             self._change(number, size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (device := device_told(func, args)) is not None:
+        if (device := answer_device(func, args)) is not None:
             return device
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # torch then dispatches the operators on local tensors.
@@ -188,10 +192,10 @@ class MemoryTracker(Watching):
         crossing = CROSSING.get()
         if crossing is not None:
             return crossing is MemorySide.HOST
-        if not self._hosted:
+        if not self._host_storages:
             return False
         tensors = given_to(given)
-        sides = [n in self._hosted for t in tensors for n in self.numbers_of(t)]
+        sides = [n in self._host_storages for t in tensors for n in self.numbers_of(t)]
         if func is _ADD and sides[:1] == [True] and False in sides:
             self._host_most = max(self._host_most, self._host_live + tensors[1].nbytes)
         return bool(sides) and all(sides)
@@ -208,7 +212,7 @@ class MemoryTracker(Watching):
         ref = weakref.ref(storage, partial(self._dies, key, number))
         self._live[key] = (number, ref)
         if on_host:
-            self._hosted.add(number)
+            self._host_storages.add(number)
         self._change(number, size)
 
     def _storage(self, op: str, term: Term) -> Storage:
@@ -241,7 +245,7 @@ class MemoryTracker(Watching):
             return
         delta = size - self._sizes.get(number, 0)
         self._sizes[number] = size
-        if number in self._hosted:
+        if number in self._host_storages:
             self._host_live += delta
             self._host_most = max(self._host_most, self._host_live)
         elif delta:

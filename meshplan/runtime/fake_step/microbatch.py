@@ -43,10 +43,10 @@ from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
 from meshplan.runtime.fake_step.step import fake_rank, names_of
 
 LossFn = Callable[[Any, Any], torch.Tensor]
-MakeLedger = Callable[[Mapping[nn.Module, str], Behaviour], MemoryTracker]
+MakeTracker = Callable[[Mapping[nn.Module, str], Behaviour], MemoryTracker]
 
 
-def trace_work(
+def trace_microbatch(
     model: nn.Module,
     plan: Plan,
     inputs: Any,
@@ -54,7 +54,7 @@ def trace_work(
     loss_fn: LossFn,
     rank: int = 0,
     device: str = CPU,
-    ledger: MakeLedger = MemoryTracker,
+    tracker: MakeTracker = MemoryTracker,
 ) -> MicrobatchTrace:
     """Return the memory trace of one microbatch on one rank, as it runs from the second one on.
 
@@ -71,8 +71,8 @@ def trace_work(
         loss_fn: Maps the model's output and the targets to the loss, as for `train_step`.
         rank: The rank that this process stands for.
         device: The device whose kernels are emulated, as for `fake_step`.
-        ledger: Makes the memory tracker from the fqn of every module that runs and the behaviour of
-            the device. A pipeline ignores it.
+        tracker: Makes the memory tracker from the fqn of every module that runs and the behaviour
+            of the device. A pipeline ignores it.
     """
     if plan.assignment.stages is not None:
         return _traced_pass(model, plan, inputs, targets, loss_fn, rank, device)
@@ -81,15 +81,15 @@ def trace_work(
         try:
             with shortened(model, runs) as used:
                 short = short_plan(plan, runs)
-                work, found = _traced(
-                    model, short, inputs, targets, loss_fn, rank, device, runs, ledger
+                trace, found = _traced(
+                    model, short, inputs, targets, loss_fn, rank, device, runs, tracker
                 )
             if not used:
-                return repeat_blocks(work, found)
+                return repeat_blocks(trace, found)
         except Exception:  # The model may need all of its blocks, and raise anything.
             if dist.is_initialized():
                 raise
-    return _traced(model, plan, inputs, targets, loss_fn, rank, device, (), ledger)[0]
+    return _traced(model, plan, inputs, targets, loss_fn, rank, device, (), tracker)[0]
 
 
 def _traced(
@@ -101,22 +101,22 @@ def _traced(
     rank: int,
     device: str,
     runs: Sequence[RepeatedBlocks],
-    ledger: MakeLedger,
+    make_tracker: MakeTracker,
 ) -> tuple[MicrobatchTrace, list[RepeatedBlocks]]:
     """Return (trace, runs), each run with the events at which its periods begin."""
     bare = without_data(plan)
     watching: list[tuple[MemoryTracker, HookPointRecorder]] = []
-    with fake_rank(model, bare, rank, device) as (twin, mesh, fake, behaviour):
-        batch, goals = mapped(inputs, fake), mapped(targets, fake)
+    with fake_rank(model, bare, rank, device) as (fake_model, mesh, fake, behaviour):
+        batch, fake_targets = mapped(inputs, fake), mapped(targets, fake)
 
         def mark(module: nn.Module) -> None:
-            tracker = ledger(names_of(module), behaviour)
+            tracker = make_tracker(names_of(module), behaviour)
             watching.append((tracker, hook_points_of(module, plan, tracker)))
 
-        wrapped = _applied_without_data(twin, bare, mesh, mark)
+        wrapped = _applied_without_data(fake_model, bare, mesh, mark)
         applied(wrapped).is_tested = True
         return _watched(
-            wrapped, batch, goals, plan, loss_fn, *watching[0], runs,
+            wrapped, batch, fake_targets, plan, loss_fn, *watching[0], runs,
             is_plain=_is_plain(model, plan),
         )  # fmt: skip
 
@@ -134,51 +134,51 @@ def _traced_pass(
     bare, stages = without_data(plan), plan.assignment.stages
     assert stages is not None
     names: dict[nn.Module, str] = {}
-    marks: list[HookPoint] = []
-    markings: list[HookPointRecorder] = []
+    hook_points: list[HookPoint] = []
+    recorders: list[HookPointRecorder] = []
     coming = iter(stages.of_rank(plan.mesh.index(rank, ("pp",))))
 
     def mark(module: nn.Module) -> None:
         stage = next(coming)
         at = f"{AT_STAGE}{stage}"
-        markings.append(hook_points_of(module, restrict(plan, stage), ledger, at, marks))
+        recorders.append(hook_points_of(module, restrict(plan, stage), tracker, at, hook_points))
 
-    with fake_rank(model, bare, rank, device) as (twin, mesh, fake, behaviour):
-        ledger = MemoryTracker(names, behaviour)
-        batch, goals = mapped(inputs, fake), mapped(targets, fake)
-        wrapped = _applied_without_data(twin, bare, mesh, mark)
+    with fake_rank(model, bare, rank, device) as (fake_model, mesh, fake, behaviour):
+        tracker = MemoryTracker(names, behaviour)
+        batch, fake_targets = mapped(inputs, fake), mapped(targets, fake)
+        wrapped = _applied_without_data(fake_model, bare, mesh, mark)
         assert isinstance(wrapped, PipelinedModule)
         # Record forwards with parameters in the dtypes in which they are stored: those of other
         # stages still have the dtypes that they had at that time.
         cast_parameters(wrapped.skeleton, plan)
         names.update(names_of(wrapped))
-        held = note_held(ledger, wrapped, (batch, goals))
+        of_params = note_state(tracker, wrapped, (batch, fake_targets))
 
         def take(output: Any, target: Any) -> torch.Tensor:
-            ledger.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
+            tracker.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
             begin("loss")
             loss = take_loss(loss_fn, output, target)
             begin("backward")
             return loss
 
-        work = None
-        with heard_by(ledger.begin):
+        trace = None
+        with heard_by(tracker.begin):
             for _ in range(2):
-                for marking in markings:
-                    marking.clear()
-                ledger.forget()
-                num_before = ledger.num_events
-                with ledger:
+                for recorder in recorders:
+                    recorder.clear()
+                tracker.forget()
+                num_before = tracker.num_events
+                with tracker:
                     with loss_mode(plan):
-                        loss = wrapped.step(batch, goals, take)
-                    for marking in markings:
-                        marking.finish()
-                found = work_of(ledger, markings, held, loss)
-                num_held = sum(event.storage in held for event in ledger.log().events)
-                work = replace(found, num_before=num_before - num_held)
+                        loss = wrapped.step(batch, fake_targets, take)
+                    for recorder in recorders:
+                        recorder.finish()
+                found = trace_of(tracker, recorders, of_params, loss)
+                num_of_params = sum(event.storage in of_params for event in tracker.log().events)
+                trace = replace(found, num_before=num_before - num_of_params)
                 del loss
-        assert work is not None
-        return work
+        assert trace is not None
+        return trace
 
 
 def _applied_without_data(
@@ -224,8 +224,8 @@ def _watched(
     targets: Any,
     plan: Plan,
     loss_fn: LossFn,
-    ledger: MemoryTracker,
-    marking: HookPointRecorder,
+    tracker: MemoryTracker,
+    recorder: HookPointRecorder,
     runs: Sequence[RepeatedBlocks],
     *,
     is_plain: bool,
@@ -236,12 +236,12 @@ def _watched(
     first: only the model's modules could make it differ (`is_plain`), and the first microbatch left
     nothing behind, neither in the modules nor in memory.
     """
-    held = note_held(ledger, model, (inputs, targets))
-    edges = [Edges(model, run, ledger) for run in runs]
+    of_params = note_state(tracker, model, (inputs, targets))
+    edges = [Edges(model, run, tracker) for run in runs]
     args, kwargs = as_arguments(inputs)
 
     def take(output: Any) -> torch.Tensor:
-        ledger.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
+        tracker.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
         begin("loss")
         loss = take_loss(loss_fn, output, targets)
         begin("backward")
@@ -256,25 +256,25 @@ def _watched(
             (loss * 1.0).backward()
         return loss
 
-    work, num_left_out = None, 0
-    with heard_by(ledger.begin):
+    trace, num_left_out = None, 0
+    with heard_by(tracker.begin):
         for _ in range(2):
-            marking.clear()
+            recorder.clear()
             for edge in edges:
                 edge.clear()
-            ledger.forget()
-            there, known = ledger.alive, _known_by(model)
-            with ledger:
+            tracker.forget()
+            there, known = tracker.alive, _known_by(model)
+            with tracker:
                 loss = microbatch()
-                marking.finish()
-            num_left_out = sum(event.storage in held for event in ledger.log().events)
-            work = work_of(ledger, [marking], held, loss)
+                recorder.finish()
+            num_left_out = sum(event.storage in of_params for event in tracker.log().events)
+            trace = trace_of(tracker, [recorder], of_params, loss)
             del loss
-            marking.clear()
-            if is_plain and ledger.alive == there and _known_by(model) == known:
+            recorder.clear()
+            if is_plain and tracker.alive == there and _known_by(model) == known:
                 break
-    assert work is not None
-    return work, [edge.found(num_left_out) for edge in edges]
+    assert trace is not None
+    return trace, [edge.found(num_left_out) for edge in edges]
 
 
 def _is_plain(model: nn.Module, plan: Plan) -> bool:
@@ -299,68 +299,75 @@ def _known_by(model: nn.Module) -> Any:
     return buffers, contents(model)
 
 
-def note_held(ledger: MemoryTracker, model: nn.Module, batch: Any) -> set[int]:
+def note_state(tracker: MemoryTracker, model: nn.Module, batch: Any) -> set[int]:
     """Record parameters, buffers and the batch; return the parameters' storage numbers."""
-    ledger.note(model.parameters(), Term.PARAMETERS)
-    ledger.note(model.buffers(), Term.BUFFERS)
+    tracker.note(model.parameters(), Term.PARAMETERS)
+    tracker.note(model.buffers(), Term.BUFFERS)
     for fqn, module in model.named_modules():
-        ledger.hand_on(module.buffers(recurse=False), fqn)
-    ledger.note((tensor for _, tensor in tensors_in(batch)), Term.INPUTS)
-    return {number for param in model.parameters() for number in ledger.numbers_of(param)}
+        tracker.attribute(module.buffers(recurse=False), fqn)
+    tracker.note((tensor for _, tensor in tensors_in(batch)), Term.INPUTS)
+    return {number for param in model.parameters() for number in tracker.numbers_of(param)}
 
 
 def hook_points_of(
     model: nn.Module,
     plan: Plan,
-    ledger: MemoryTracker,
+    tracker: MemoryTracker,
     at: str = "",
-    marks: list[HookPoint] | None = None,
+    hook_points: list[HookPoint] | None = None,
 ) -> HookPointRecorder:
     """Register hooks that record the hook points of the plan's units.
 
     Args:
         model: The model without wrappers; with a pipeline, one stage of it.
         plan: The plan; with a pipeline, restricted to that stage.
-        ledger: The memory tracker that numbers the events.
+        tracker: The memory tracker that numbers the events.
         at: Suffix of every recorded name, which names the stage; "" without a pipeline.
-        marks: List that hook points are appended to; None for a new list.
+        hook_points: List that hook points are appended to; None for a new list.
     """
     params = {fqn: param for fqn, param in model.named_parameters() if param.requires_grad}
-    marking = HookPointRecorder(ledger, params, at, marks)
+    recorder = HookPointRecorder(tracker, params, at, hook_points)
     owned: dict[str | None, list[str]] = {}
     for fqn, placed in plan.assignment.tensors.items():
         owned.setdefault(placed.unit, []).append(fqn)
     for fqn, unit in plan.assignment.units.items():
-        marking.watch(model.get_submodule(fqn), unit, owned.get(fqn, ()))
+        recorder.watch(model.get_submodule(fqn), unit, owned.get(fqn, ()))
     if plan.assignment.wrapper == "ddp" and DdpOptions.of(plan.spec.ddp).clones_output:
         model.register_forward_hook(lambda *call: tree_map_only(torch.Tensor, torch.clone, call[2]))
-    return marking
+    return recorder
 
 
-def work_of(
-    ledger: MemoryTracker, markings: Sequence[HookPointRecorder], held: set[int], loss: torch.Tensor
+def trace_of(
+    tracker: MemoryTracker,
+    recorders: Sequence[HookPointRecorder],
+    of_params: set[int],
+    loss: torch.Tensor,
 ) -> MicrobatchTrace:
     """Return the trace of the last microbatch, without the storages of parameters.
 
     `memory.replay` adds their memory, which FSDP2 or DDP manages.
 
     Args:
-        ledger: The memory tracker.
-        markings: The recorders of hook points; with a pipeline, one for each stage.
-        held: Numbers of the storages of the parameters.
+        tracker: The memory tracker.
+        recorders: The recorders of hook points; with a pipeline, one for each stage.
+        of_params: Numbers of the storages of the parameters.
         loss: The loss of the microbatch.
     """
-    log = ledger.log()
-    num_left_out = sum(event.storage in held for event in log.events)
-    assert not any(event.storage in held for event in log.events if event.phase)
+    log = tracker.log()
+    num_left_out = sum(event.storage in of_params for event in log.events)
+    assert not any(event.storage in of_params for event in log.events if event.phase)
     return MicrobatchTrace(
-        log=replace(log, changes=tuple(e for e in log.events if e.storage not in held)),
-        marks=tuple(m._replace(event=m.event - num_left_out) for m in markings[0].marks),
-        gradients={name: n for m in markings for name, n in m.gradients.items()},
-        ready={name: event - num_left_out for m in markings for name, event in m.ready.items()},
-        losses=ledger.numbers_of(loss),
-        again=tuple(
-            (event - num_left_out, name, n) for m in markings for event, name, n in m.again
+        log=replace(log, changes=tuple(e for e in log.events if e.storage not in of_params)),
+        hook_points=tuple(
+            m._replace(event=m.event - num_left_out) for m in recorders[0].hook_points
         ),
-        settling={name: each for m in markings for name, each in m.settling.items()},
+        gradients={name: n for m in recorders for name, n in m.gradients.items()},
+        ready={name: event - num_left_out for m in recorders for name, event in m.ready.items()},
+        losses=tracker.numbers_of(loss),
+        later_gradients=tuple(
+            (event - num_left_out, name, n)
+            for m in recorders
+            for event, name, n in m.later_gradients
+        ),
+        grad_relayout={name: each for m in recorders for name, each in m.grad_relayout.items()},
     )

@@ -24,7 +24,7 @@ from meshplan.memory.log.events import EventLog, Term
 from meshplan.memory.replay.shards import offloads_params
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.data.data import params_on_host
-from meshplan.runtime.apply.experts.expert_protocol import find_for_twin
+from meshplan.runtime.apply.experts.expert_protocol import reuse_protocols
 from meshplan.runtime.apply.parameters.materialize import InitialValues
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import applied, apply_plan, cast_parameters
@@ -80,12 +80,12 @@ def fake_step(
         ApplyError: This process is in a process group already, or the behaviour of an operator on
             the device is not known.
     """
-    with fake_rank(model, plan, rank, device) as (twin, mesh, fake, behaviour):
-        batch, goals = mapped(inputs, fake), mapped(targets, fake)
-        wrapped = apply_plan(twin, plan, mesh, InitialValues())
+    with fake_rank(model, plan, rank, device) as (fake_model, mesh, fake, behaviour):
+        batch, fake_targets = mapped(inputs, fake), mapped(targets, fake)
+        wrapped = apply_plan(fake_model, plan, mesh, InitialValues())
         applied(wrapped).is_tested = True
         optimizer = make_optimizer(wrapped)
-        return watch_steps(wrapped, optimizer, batch, goals, loss_fn, behaviour=behaviour)[0]
+        return watch_steps(wrapped, optimizer, batch, fake_targets, loss_fn, behaviour=behaviour)[0]
 
 
 @contextmanager
@@ -118,8 +118,8 @@ def fake_rank(
         mesh = device_mesh(plan.mesh)
         open_groups(plan, mesh)
         with meshes_outside_fakes(), fake_single_rank(model, device, plan) as found:
-            twin, fake, behaviour = found
-            yield twin, mesh, fake, behaviour
+            fake_model, fake, behaviour = found
+            yield fake_model, mesh, fake, behaviour
 
 
 @contextmanager
@@ -139,11 +139,11 @@ def fake_single_rank(
     """
     with no_collection():
         mode = fake_mode()
-        twin, _, _ = copy_to_run(model, (), mode)
+        fake_model, _, _ = copy_to_run(model, (), mode)
         if plan is not None:
-            with mode:  # Cast first, as `find_for_twin` stores its results by dtype.
-                cast_parameters(twin, plan)
-            find_for_twin(model, twin, plan)
+            with mode:  # Cast first, as `reuse_protocols` stores its results by dtype.
+                cast_parameters(fake_model, plan)
+            reuse_protocols(model, fake_model, plan)
         shadows = ConstantPropagation(mode)
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ def fake_single_rank(
             offloads = plan is not None and offloads_params(plan.assignment)
             behaviour = stack.enter_context(behaving_as(device, offloads=offloads))
             stack.enter_context(heard_by(shadows.hear))
-            yield twin, fake, behaviour
+            yield fake_model, fake, behaviour
 
 
 def watch_steps(
@@ -182,46 +182,46 @@ def watch_steps(
         around: Called with the number of each step, from 0; returns a context to run the step in.
         behaviour: The behaviour of the device that the tensors stand for.
     """
-    ledger = MemoryTracker(names_of(model), behaviour)
-    ledger.note(model.parameters(), Term.PARAMETERS)
-    ledger.note(model.buffers(), Term.BUFFERS)
+    tracker = MemoryTracker(names_of(model), behaviour)
+    tracker.note(model.parameters(), Term.PARAMETERS)
+    tracker.note(model.buffers(), Term.BUFFERS)
     if behaviour.has_host:
-        ledger.put_on_host(params_on_host(model, applied(model).plan))
+        tracker.put_on_host(params_on_host(model, applied(model).plan))
     owners = _owners(model)
-    for held, fqn in owners.items():
-        ledger.hand_on([held], fqn)
-    ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
-    _tell_handed_on(model, ledger)
+    for tensor, fqn in owners.items():
+        tracker.attribute([tensor], fqn)
+    tracker.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
+    _attribute_compiled_outputs(model, tracker)
     logs = []
 
     def take(output: Any, target: Any) -> torch.Tensor:
-        ledger.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
+        tracker.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
         return loss_fn(output, target)
 
     def begin(phase: str) -> None:
         if phase == "step":
             gradients = (p.grad for p in model.parameters() if p.grad is not None)
-            ledger.note(gradients, Term.GRADIENTS)
-        ledger.begin(phase)
+            tracker.note(gradients, Term.GRADIENTS)
+        tracker.begin(phase)
 
     with heard_by(begin):
         for step in range(1 + count):
-            ledger.forget()
-            with around(step), ledger:
+            tracker.forget()
+            with around(step), tracker:
                 train_step(model, optimizer, inputs, targets, take)
-            logs.append(ledger.log())
+            logs.append(tracker.log())
             states = [tensor for _, tensor in tensors_in(list(optimizer.state.values()))]
-            ledger.note(states, Term.OPTIMIZER)
+            tracker.note(states, Term.OPTIMIZER)
             for param, kept in optimizer.state.items():
-                ledger.hand_on((tensor for _, tensor in tensors_in(kept)), owners.get(param, ""))
+                tracker.attribute((tensor for _, tensor in tensors_in(kept)), owners.get(param, ""))
             if behaviour.has_host:
-                ledger.overlook(_counters(optimizer))
+                tracker.stop_counting(_counters(optimizer))
             if not step:
-                _note_gradients(model, ledger)
+                _note_gradients(model, tracker)
     return logs[1:]
 
 
-def _note_gradients(model: nn.Module, ledger: MemoryTracker) -> None:
+def _note_gradients(model: nn.Module, tracker: MemoryTracker) -> None:
     """Register hooks that set the category of each gradient as soon as autograd has made it.
 
     Assumes: a step was done, because only then do FSDP2 units have unsharded parameters.
@@ -229,7 +229,7 @@ def _note_gradients(model: nn.Module, ledger: MemoryTracker) -> None:
 
     def note(param: torch.Tensor) -> None:
         if param.grad is not None:
-            ledger.tell([param.grad], Term.GRADIENTS)
+            tracker.set_term([param.grad], Term.GRADIENTS)
 
     owned = set(model.parameters())
     gathered = (p for module in model.modules() for p in gathered_parameters(module))
@@ -238,7 +238,7 @@ def _note_gradients(model: nn.Module, ledger: MemoryTracker) -> None:
             param.register_post_accumulate_grad_hook(note)
 
 
-def _tell_handed_on(model: nn.Module, ledger: MemoryTracker) -> None:
+def _attribute_compiled_outputs(model: nn.Module, tracker: MemoryTracker) -> None:
     """Register hooks that attribute outputs of compiled modules to the module around them.
 
     A compiler may eliminate tensors inside a compiled module, but not its outputs.
@@ -248,7 +248,7 @@ def _tell_handed_on(model: nn.Module, ledger: MemoryTracker) -> None:
         if fqn in compiled:
             outside = fqn.rpartition(".")[0]
             module.register_forward_hook(
-                lambda _, args, out, outside=outside: ledger.hand_on(
+                lambda _, args, out, outside=outside: tracker.attribute(
                     (tensor for _, tensor in tensors_in(out)), outside
                 )
             )
@@ -269,8 +269,8 @@ def _owners(model: nn.Module) -> dict[torch.Tensor, str]:
     """Map each parameter and buffer to the fqn of its module; of the first one if it is shared."""
     owners: dict[torch.Tensor, str] = {}
     for module, fqn in names_of(model).items():
-        held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        for tensor in held:
+        tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        for tensor in tensors:
             owners.setdefault(tensor, fqn)
     return owners
 

@@ -21,7 +21,7 @@ from meshplan.runtime.base.batch import mapped, microbatch
 from meshplan.runtime.estimate.composed import COMPOSED_ERROR, alike_ranks
 from meshplan.runtime.estimate.request import decided_of
 from meshplan.runtime.fake_step.default_loop import loop_of
-from meshplan.runtime.fake_step.microbatch import trace_work
+from meshplan.runtime.fake_step.microbatch import trace_microbatch
 from meshplan.runtime.trace.trace_errors import problem_of
 from meshplan.spec.spec import Spec
 
@@ -94,15 +94,15 @@ class Certifier:
             for same in alike_ranks(plan, [ranks[0] for ranks in groups]):
                 self._report(f"tracing a microbatch of the plan of {name}, rank {same[0]}")
                 try:
-                    work = Prepared(
-                        trace_work(self._model, plan, inputs, targets, loop.loss_fn, same[0],
+                    prepared = Prepared(
+                        trace_microbatch(self._model, plan, inputs, targets, loop.loss_fn, same[0],
                                    self._device)
                     )  # fmt: skip
                 except MeshplanError:
                     raise
                 except Exception as error:  # The model's own code may raise anything.
                     raise PlanError(problem_of(error, self._model, self._origin)) from None
-                logs |= {rank: composed_log(work, plan, rank) for rank in same}
+                logs |= {rank: composed_log(prepared, plan, rank) for rank in same}
         return assemble(
             plan,
             groups,

@@ -66,11 +66,18 @@ def described(model: nn.Module, graph: ModelGraph, spec: Spec) -> Described | st
         return ""
     content = config.to_dict()
     try:
-        told = from_mapping(content)
+        config_graph = from_mapping(content)
     except MeshplanError as error:
         return error.problems[0].what
-    found = Described(told, lambda blocks: from_mapping(with_blocks(content, blocks, "config")))
-    return _runs_otherwise(config) or _is_other(model, graph, told) or _untold(spec, told) or found
+    found = Described(
+        config_graph, lambda blocks: from_mapping(with_blocks(content, blocks, "config"))
+    )
+    return (
+        _runs_otherwise(config)
+        or _difference(model, graph, config_graph)
+        or _why_not_analytic(spec, config_graph)
+        or found
+    )
 
 
 def _config_class() -> Any:
@@ -95,25 +102,25 @@ def _runs_otherwise(config: Any) -> str:
     return ""
 
 
-def _is_other(model: nn.Module, graph: ModelGraph, told: ModelGraph) -> str:
+def _difference(model: nn.Module, graph: ModelGraph, config_graph: ModelGraph) -> str:
     """Return the first difference between the model and its config; "" if they are equal."""
     with built_on(torch.device("meta")):
         try:
-            again = type(model)(model.config)
+            rebuilt = type(model)(model.config)
         except Exception as error:  # A class of the user may take any arguments.
             return f"it cannot be built from its config alone: {type(error).__name__}"
-    if not is_alike(model, again, but=_OF_NO_STEP):
+    if not is_alike(model, rebuilt, but=_OF_NO_STEP):
         return "it was changed after it was built from its config, or a module is in eval mode"
     for module in model.modules():
         if not _runs_its_own(type(module)):
             return f"the forward of {type(module).__name__} was replaced by code of another file"
-    if graph.modules != told.modules:
+    if graph.modules != config_graph.modules:
         return "its modules differ from those that its config describes"
-    if graph.tensors != told.tensors:
+    if graph.tensors != config_graph.tensors:
         return "its tensors differ from those of its config in shape, dtype or requires_grad"
     return (
         ""
-        if graph.tp_preset == told.tp_preset
+        if graph.tp_preset == config_graph.tp_preset
         else "its tensor-parallel plan differs from that of its config"
     )
 
@@ -125,7 +132,7 @@ def _runs_its_own(cls: type) -> bool:
     return bool(getattr(forward, "__module__", None) == owner.__module__)
 
 
-def _untold(spec: Spec, told: ModelGraph) -> str:
+def _why_not_analytic(spec: Spec, config_graph: ModelGraph) -> str:
     """Return why analytic estimates cannot handle what the plan states; "" if they can."""
     if spec.batch.seq_len is None:
         return "the plan states no sequence length: add batch: {seq_len: 2048}"
@@ -134,6 +141,8 @@ def _untold(spec: Spec, told: ModelGraph) -> str:
         return "the plan states an input that is not token ids"
     trial: Mapping[str, int] = {"dp_shard": 2}
     try:
-        return next((each.what for each in refusals(make_plan(with_axes(spec, trial), told))), "")
+        return next(
+            (each.what for each in refusals(make_plan(with_axes(spec, trial), config_graph))), ""
+        )
     except MeshplanError as error:
         return error.problems[0].what

@@ -18,7 +18,7 @@ from meshplan.errors import ApplyError, MeshplanError, Problem
 from meshplan.planner.lock.lock import chosen_spec, has_lock, spec_hash
 from meshplan.planner.objectives.complete import complete_statements
 from meshplan.planner.problem.decision import PlanRequest
-from meshplan.planner.problem.request import Load, question_of, with_made
+from meshplan.planner.problem.request import Load, request_of, with_made
 from meshplan.runtime.apply.wrap import exchange, raise_remote
 from meshplan.runtime.estimate.request import built_without_memory
 from meshplan.runtime.estimate.scale_down import ModelSource, model_source_of
@@ -33,7 +33,7 @@ from meshplan.spec.spec import InputSpec, Spec
 _logger = logging.getLogger("meshplan")
 
 
-def question_of_model(
+def request_of_model(
     model: nn.Module,
     load: Load,
     *,
@@ -64,36 +64,36 @@ def question_of_model(
     """
     graph = graph_of(model)
     origin = source.origin if source is not None else None
-    question = question_of(load, graph, gpu, memory, profile)
+    request = request_of(load, graph, gpu, memory, profile)
     spec = with_dtype(model, _with_input(load(()), example_inputs))
     found = described(model, graph, spec)
     if not isinstance(found, str):
         report(f"{type(model).__name__} matches its config, so it is planned from the config")
         certifier = Certifier(
             model,
-            device=question.device,
-            limit_bytes=question.limit_bytes,
+            device=request.device,
+            limit_bytes=request.limit_bytes,
             origin=origin,
             report=report,
         )
-        question = replace(question, graph=found.graph, certify=certifier.of)
-        return with_made(question, found.shorter)
+        request = replace(request, graph=found.graph, certify=certifier.of)
+        return with_made(request, found.shorter)
     if found:
         report(f"{type(model).__name__} is traced instead of planned from its config: {found}")
     traced = TracedModel(
         model,
         graph,
         spec,
-        device=question.device,
-        limit_bytes=question.limit_bytes,
+        device=request.device,
+        limit_bytes=request.limit_bytes,
         source=source,
         origin=origin,
         report=report,
     )
-    return replace(question, traced=traced)
+    return replace(request, traced=traced)
 
 
-def question_of_entry(
+def request_of_entry(
     source: Any,
     more: Sequence[str],
     model: str | None,
@@ -127,7 +127,7 @@ def question_of_entry(
 
     found = model_source_of(load(()), model, config)
     built = built_without_memory(found).train()
-    return question_of_model(
+    return request_of_model(
         built, load, gpu=gpu, memory=memory, profile=profile, source=found, report=report
     )
 
@@ -215,7 +215,7 @@ def _choose(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[dict[str,
         return load_spec(plan, more)
 
     def ask(profile: Path | None) -> PlanRequest:
-        return question_of_model(model, load, example_inputs=example_inputs, profile=profile)
+        return request_of_model(model, load, example_inputs=example_inputs, profile=profile)
 
     stated, source = complete_statements(
         plan, load, graph_of(model), ask=ask, noted=_logger.warning

@@ -28,12 +28,12 @@ from meshplan.runtime.base.subprocess_pool import run_in_subprocesses
 from meshplan.runtime.estimate.estimate import estimate_by_trace
 from meshplan.runtime.estimate.request import EstimateRequest, decided, decided_of
 from meshplan.runtime.fake_step.chain import chain_as_run, check_speed
-from meshplan.runtime.fake_step.costs import with_again
+from meshplan.runtime.fake_step.costs import with_recompute
 from meshplan.runtime.fake_step.cuda_mode import Behaviour
 from meshplan.runtime.fake_step.default_loop import loop_of
 from meshplan.runtime.fake_step.equal_blocks import runs_of, shown_of
 from meshplan.runtime.fake_step.kernels import Counted, KernelCounter
-from meshplan.runtime.fake_step.microbatch import trace_work
+from meshplan.runtime.fake_step.microbatch import trace_microbatch
 from meshplan.runtime.trace.trace_errors import refused
 from meshplan.spec.spec import Spec
 
@@ -41,11 +41,11 @@ _FEW: Final = 2
 """Samples of the microbatch whose FLOPs are counted; some norms cannot run on a single sample."""
 
 
-def priced(question: EstimateRequest, report: Callable[[str], None]) -> Priced:
+def priced(request: EstimateRequest, report: Callable[[str], None]) -> Priced:
     """Return the memory and the costs of a plan as it is stated.
 
     Args:
-        question: The request. Its spec leaves no field open.
+        request: The request. Its spec leaves no field open.
         report: Called with lines on the progress.
 
     Raises:
@@ -53,13 +53,13 @@ def priced(question: EstimateRequest, report: Callable[[str], None]) -> Priced:
         PlanError: The plan does not fit the model, its step cannot be traced, or the speed of some
             of its operators is not known.
     """
-    model, plan = decided(question.spec, question.source)
-    memory = estimate_by_trace(question, report)
+    model, plan = decided(request.spec, request.source)
+    memory = estimate_by_trace(request, report)
     report(f"counting the operations of a rank in a microbatch of {type(model).__name__}")
-    (found,) = run_in_subprocesses(_ran, [(question, _micro(plan))])
+    (found,) = run_in_subprocesses(_ran, [(request, _micro(plan))])
     check_speed(
         model, plan, flops=found.flops, convolved=found.convolved, unknown=found.unknown,
-        origin=question.source.origin, report=report,
+        origin=request.source.origin, report=report,
     )  # fmt: skip
     return Priced(plan, memory, found.chain, found.flops)
 
@@ -87,15 +87,15 @@ class _Ran(NamedTuple):
     unknown: frozenset[str]
 
 
-def _ran(question: EstimateRequest, micro: int) -> _Ran:
+def _ran(request: EstimateRequest, micro: int) -> _Ran:
     """Count the operations of a microbatch of `micro` samples; runs in a subprocess."""
-    model, plan = decided(question.spec, question.source)
-    origin = question.source.origin
+    model, plan = decided(request.spec, request.source)
+    origin = request.source.origin
     try:
-        tp = decided_of(model, _unparted(question.spec, plan.mesh.size("tp"), micro), origin)
-        counted = count(model, tp, question.device)
-        alone = decided_of(model, _unparted(question.spec, 1, _FEW), origin)
-        plain = count(model, with_again(alone, frozenset()), question.device)
+        tp = decided_of(model, _unparted(request.spec, plan.mesh.size("tp"), micro), origin)
+        counted = count(model, tp, request.device)
+        alone = decided_of(model, _unparted(request.spec, 1, _FEW), origin)
+        plain = count(model, with_recompute(alone, frozenset()), request.device)
     except MeshplanError:
         raise
     except Exception as error:  # The model's own code may raise anything.
@@ -143,41 +143,43 @@ def count(model: nn.Module, plan: Plan, device: str) -> Counted:
     """
     blocks = plan.graph.blocks()
     shown = shown_of(blocks, runs_of(model, plan))
-    ledgers: list[KernelCounter] = []
-    handed: dict[str, int] = {}
+    counters: list[KernelCounter] = []
+    input_bytes: dict[str, int] = {}
     is_whole = True
 
-    def ledger(names: Mapping[nn.Module, str], behaviour: Behaviour) -> KernelCounter:
+    def make_counter(names: Mapping[nn.Module, str], behaviour: Behaviour) -> KernelCounter:
         nonlocal is_whole
         is_whole = set(blocks) <= set(names.values())
         every = blocks if is_whole else shown.values()
         for module, fqn in names.items():
             if fqn in every:
-                _note_handed(module, fqn, handed)
-        ledgers.append(KernelCounter(names, behaviour, every, plan.mesh))
-        return ledgers[-1]
+                _note_input_bytes(module, fqn, input_bytes)
+        counters.append(KernelCounter(names, behaviour, every, plan.mesh))
+        return counters[-1]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loop = loop_of(model, plan)
         inputs, targets = mapped((loop.inputs, loop.targets), lambda tensor: tensor.clone())
-        work = trace_work(model, plan, inputs, targets, loop.loss_fn, 0, device, ledger)
-    found = ledgers[-1]  # If the blocks that were left out differ, `trace_work` runs again.
+        trace = trace_microbatch(
+            model, plan, inputs, targets, loop.loss_fn, 0, device, make_counter
+        )
+    found = counters[-1]  # If the blocks that were left out differ, `trace_microbatch` runs again.
     return Counted(
         done=MappingProxyType(dict(found.done)),
         shown={block: block for block in blocks} if is_whole else shown,
-        trained=frozenset(work.gradients),
-        handed_bytes=max(handed.values(), default=0),
+        trained=frozenset(trace.gradients),
+        input_bytes=max(input_bytes.values(), default=0),
         convolved=found.convolved_share,
         unknown=frozenset(found.unknown),
     )
 
 
-def _note_handed(module: nn.Module, fqn: str, handed: dict[str, int]) -> None:
-    """Record the bytes of a module's inputs that require grad in `handed`, at each call."""
+def _note_input_bytes(module: nn.Module, fqn: str, input_bytes: dict[str, int]) -> None:
+    """Record the bytes of a module's inputs that require grad in `input_bytes`, at each call."""
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
         given = [tensor for _, tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        handed[fqn] = sum(tensor.nbytes for tensor in given)
+        input_bytes[fqn] = sum(tensor.nbytes for tensor in given)
 
     module.register_forward_pre_hook(note, with_kwargs=True)

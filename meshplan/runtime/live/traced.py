@@ -171,15 +171,15 @@ class TracedModel:
         Args:
             key: Number of samples, and the recomputed blocks. The search traced none and all.
         """
-        samples, again = key
+        samples, recomputed = key
         found = self._traces[0].get(samples)
-        if found is None or again not in (frozenset(), frozenset(self._blocks)):
+        if found is None or recomputed not in (frozenset(), frozenset(self._blocks)):
             return None
-        return found.again.work if again else found.plain.work
+        return found.recomputed.trace if recomputed else found.plain.trace
 
     def _traced(self, plan: Plan, key: tuple[int, frozenset[str]]) -> MicrobatchTrace:
         (seen,) = self._watched(self._loop(plan), [Ask(*key)])
-        return seen.work
+        return seen.trace
 
     @cached_property
     def _plan(self) -> Plan:
@@ -200,13 +200,13 @@ class TracedModel:
         one = replace(plan, accumulate=1)
         return self._in_words(lambda: loop_of(self._model, one, self._few.returned))
 
-    def _watched(self, loop: DefaultLoop, asked: list[Ask]) -> list[MicrobatchCosts]:
-        words = "microbatches" if len(asked) > 1 else "a microbatch of the plan"
+    def _watched(self, loop: DefaultLoop, asks: list[Ask]) -> list[MicrobatchCosts]:
+        words = "microbatches" if len(asks) > 1 else "a microbatch of the plan"
         self._report(f"tracing {words} of {type(self._model).__name__}")
         return self._in_words(
             lambda: watch(
                 self._model, self._plan, loop.inputs, loop.targets, loop.loss_fn, self._device,
-                asked, is_steady=self._is_steady,
+                asks, is_steady=self._is_steady,
             )
         )  # fmt: skip
 
@@ -226,30 +226,33 @@ class TracedModel:
         found = self._seen((1, 2), blocks)
         # A model may run other operators on one sample than on two. Then the base is 2.
         try:
-            scaled(found[1].plain.work, found[2].plain.work, 1)
-            scaled(found[1].again.work, found[2].again.work, 1)
+            scaled(found[1].plain.trace, found[2].plain.trace, 1)
+            scaled(found[1].recomputed.trace, found[2].recomputed.trace, 1)
         except NotComposableError:
             return found | self._seen((_MOST,), blocks), 2
         return found, 1
 
     def _seen(self, sizes: tuple[int, ...], blocks: frozenset[str]) -> dict[int, Traces]:
-        ways = (frozenset(), blocks) if blocks else (frozenset(),)
-        asked = [Ask(samples, again) for again in ways for samples in sizes]
-        seen = dict(zip(asked, self._watched(self._few, asked), strict=True))
+        recomputed_sets = (frozenset(), blocks) if blocks else (frozenset(),)
+        asks = [Ask(samples, recomputed) for recomputed in recomputed_sets for samples in sizes]
+        seen = dict(zip(asks, self._watched(self._few, asks), strict=True))
         self._is_steady = all(each.is_steady for each in seen.values())
         out = {}
         for samples in sizes:
-            plain, again = (seen[Ask(samples, way)] for way in (ways[0], ways[-1]))
-            kept, turns = self._kept(plain.work, again.work)
-            out[samples] = Traces(samples, plain, again, kept, turns)
+            plain, recomputed = (
+                seen[Ask(samples, blocks_of)]
+                for blocks_of in (recomputed_sets[0], recomputed_sets[-1])
+            )
+            kept, backward_bytes = self._kept(plain.trace, recomputed.trace)
+            out[samples] = Traces(samples, plain, recomputed, kept, backward_bytes)
         return out
 
-    def _kept(self, plain: MicrobatchTrace, again: MicrobatchTrace) -> tuple[Kept, Kept]:
+    def _kept(self, plain: MicrobatchTrace, recomputed: MicrobatchTrace) -> tuple[Kept, Kept]:
         try:
-            composer = Composer(plain, again, self._blocks)
+            composer = Composer(plain, recomputed, self._blocks)
         except NotComposableError:
             return {}, {}
-        return composer.kept_bytes(), composer.turn_bytes()
+        return composer.kept_bytes(), composer.backward_bytes()
 
     @property
     def _blocks(self) -> tuple[str, ...]:
@@ -264,7 +267,7 @@ class TracedModel:
             self._plan,
             flops=sum(kind.forward.flops for kind in chain.kinds),
             convolved=traces[base].plain.convolved,
-            unknown=traces[base].plain.unknown | traces[base].again.unknown,
+            unknown=traces[base].plain.unknown | traces[base].recomputed.unknown,
             origin=self._origin,
             report=self._report,
         )
@@ -287,7 +290,7 @@ class TracedModel:
             return (self._exact[key],) * 2
         if key not in self._known:
             try:
-                low, high = self._composer(key[0]).work(key[1])
+                low, high = self._composer(key[0]).trace(key[1])
             except NotComposableError:
                 self._trace_as_is(plan)
                 return (self._exact[key],) * 2
@@ -299,14 +302,14 @@ class TracedModel:
         if samples not in self._composers:
             traces, base = self._traces
             if samples in traces:
-                plain, again = traces[samples].plain.work, traces[samples].again.work
+                plain, recomputed = traces[samples].plain.trace, traces[samples].recomputed.trace
             else:
-                plain, again = (
-                    scaled(getattr(traces[base], way).work, getattr(traces[base + 1], way).work,
+                plain, recomputed = (
+                    scaled(getattr(traces[base], name).trace, getattr(traces[base + 1], name).trace,
                            samples - base)
-                    for way in ("plain", "again")
+                    for name in ("plain", "recomputed")
                 )  # fmt: skip
-            self._composers[samples] = Composer(plain, again, self._blocks)
+            self._composers[samples] = Composer(plain, recomputed, self._blocks)
         return self._composers[samples]
 
     def _clashes(self, plan: Plan) -> Iterator[Problem]:
@@ -322,19 +325,19 @@ class TracedModel:
             fix = "remove them from the mesh, or state the whole plan and run meshplan estimate"
             yield Problem(what, self._spec.origin("mesh"), fix)
 
-    def _estimate(self, plan: Plan, work: Prepared, stop_above_bytes: float) -> MemoryEstimate:
+    def _estimate(self, plan: Plan, prepared: Prepared, stop_above_bytes: float) -> MemoryEstimate:
         groups = equal_ranks(plan.assignment)
         logs: list[EventLog] = []
-        held: dict[int, ReservedLog] = {}
+        replayed: dict[int, ReservedLog] = {}
         holding = ReplayCache(self._device, plan.spec)
         for number, ranks in enumerate(groups):
-            logs.append(composed_log(work, plan, ranks[0]))
+            logs.append(composed_log(prepared, plan, ranks[0]))
             if logs[-1].pooled_bytes > stop_above_bytes:
                 raise OverError(ranks[0], logs[-1].pooled_bytes)
-            held[number] = holding.of(logs[-1])
-            if held[number].reserve.reserved_bytes > stop_above_bytes:
-                raise OverError(ranks[0], held[number].reserve.reserved_bytes)
-        is_exact = any(work is each for each in self._exact.values())
+            replayed[number] = holding.of(logs[-1])
+            if replayed[number].reserve.reserved_bytes > stop_above_bytes:
+                raise OverError(ranks[0], replayed[number].reserve.reserved_bytes)
+        is_exact = any(prepared is each for each in self._exact.values())
         how = "under the plan" if is_exact else "block by block, not under the plan itself"
         return assemble(
             plan,
@@ -346,7 +349,7 @@ class TracedModel:
             certified=f"a microbatch of the model was traced {how}; wrappers were added by rules",
             assumed=self._assumed(plan),
             error=ERROR,
-            held=held,
+            replayed=replayed,
         )
 
     def _assumed(self, plan: Plan) -> tuple[tuple[str, str], ...]:
@@ -391,20 +394,20 @@ def _key(plan: Plan) -> tuple[int, frozenset[str]]:
     return plan.micro, frozenset(plan.assignment.recompute)
 
 
-def _peak(work: Prepared) -> int:
-    return work.log.peak.live_bytes
+def _peak(prepared: Prepared) -> int:
+    return prepared.log.peak.live_bytes
 
 
 def _unsearched(spec: Spec) -> Iterator[str]:
     """Yield reasons why a spec can only be priced as it is, not searched."""
     axes = {"pp": "pipeline parallelism", "tp": "tensor parallelism", "cp": "context parallelism"}
     yield from (f"{word} {_AS_STATED}" for axis, word in axes.items() if _spreads(spec, axis))
-    again = {spec.activation_checkpointing.mode} | {
+    modes = {spec.activation_checkpointing.mode} | {
         rule.activation_checkpointing.mode
         for rule in spec.rules
         if rule.activation_checkpointing is not None
     }
-    if "selective" in again:
+    if "selective" in modes:
         yield f"selective recomputation {_AS_STATED}"
     if spec.sequence_parallel:
         yield f"sequence_parallel {_AS_STATED}"
@@ -417,7 +420,7 @@ def _spreads(spec: Spec, axis: str) -> bool:
 def _without_figures(spec: Spec) -> Iterator[str]:
     """Yield reasons why neither step time nor memory of a live model is known under a spec."""
     ddp = spec.ddp.get("find_unused_parameters") or spec.ddp.get("static_graph")
-    for is_there, why in (
+    for is_present, why in (
         (_spreads(spec, "ep"), "expert parallelism of a live model is not planned yet"),
         (spec.compile, "compile of a live model is not planned yet"),
         (spec.sync_batchnorm, "sync_batchnorm of a live model is not planned yet"),
@@ -427,7 +430,7 @@ def _without_figures(spec: Spec) -> Iterator[str]:
             "the planner cannot know what the code of 'apply' does to a model",
         ),
     ):
-        if is_there:
+        if is_present:
             yield why
     try:
         check_optimizer(spec.optimizer)

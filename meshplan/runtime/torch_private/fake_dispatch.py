@@ -14,13 +14,13 @@ from typing import Any, Final
 
 import torch
 
-from meshplan.runtime.torch_private.modes import Watching, device_told
+from meshplan.runtime.torch_private.modes import Watching, answer_device
 
 Run = Callable[[Any, Any, Any], Any]
 _CPU: Final = torch.device("cpu")
 
 
-class _Leg(Enum):
+class _DispatchStep(Enum):
     """The last step of torch's dispatch of an operator on fake tensors."""
 
     KERNEL = auto()
@@ -37,10 +37,10 @@ class _Leg(Enum):
     """torch's full dispatch, for every operator that none of the above fits."""
 
 
-_LEGS: Final[dict[Any, _Leg]] = {}
+_STEPS: Final[dict[Any, _DispatchStep]] = {}
 
 
-class Legs:
+class Dispatcher:
     """Runs operators on the fake tensors of one mode, with the same results as torch but faster.
 
     Args:
@@ -60,19 +60,19 @@ class Legs:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and return its result as fake tensors."""
-        leg = _LEGS.get(func)
-        if leg is None:
-            leg = _LEGS[func] = _leg_of(func, self._mode)
-        if leg is _Leg.LONG or kwargs.get("device") is not None:
+        step = _STEPS.get(func)
+        if step is None:
+            step = _STEPS[func] = _last_step_of(func, self._mode)
+        if step is _DispatchStep.LONG or kwargs.get("device") is not None:
             return self._long(func, args, kwargs)
-        if leg is _Leg.KERNEL:
+        if step is _DispatchStep.KERNEL:
             return self._of_kernel(func, args, kwargs)
         with self._inner:
-            if leg is _Leg.APART:
+            if step is _DispatchStep.APART:
                 return _tables()[1][func](*args, **kwargs)
-            if leg is _Leg.COMPOSITE:
+            if step is _DispatchStep.COMPOSITE:
                 return func.decompose(*args, **kwargs)
-            if leg is _Leg.PRIM:
+            if step is _DispatchStep.PRIM:
                 return func.prim_meta_impl(*args, **kwargs)
             out = _rule_of(func)(self._mode, func, *args, **kwargs)
         return self._long(func, args, kwargs) if out is NotImplemented else out
@@ -133,7 +133,7 @@ class _Inner(Watching):
         self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (device := device_told(func, args)) is not None:
+        if (device := answer_device(func, args)) is not None:
             return device
         return self._run(func, args, kwargs or {})
 
@@ -145,24 +145,24 @@ def _tables() -> tuple[Any, Any]:
     return meta_table, decomposition_table
 
 
-def _leg_of(func: Any, mode: Any) -> _Leg:
+def _last_step_of(func: Any, mode: Any) -> _DispatchStep:
     """Return how torch runs an operator in the end, by the checks of `_dispatch_impl`, in order."""
     from torch._library.simple_registry import singleton
     from torch._subclasses import fake_impls, fake_tensor
 
-    has_python_meta, apart = _tables()
+    has_python_meta, has_decomposition = _tables()
     if func not in has_python_meta and not mode.cpp_meta_supports_symint(func):
-        if func in apart and fake_tensor.torch_decomp_decompositions(func):
-            return _Leg.APART
+        if func in has_decomposition and fake_tensor.torch_decomp_decompositions(func):
+            return _DispatchStep.APART
         if func._can_decompose():
-            return _Leg.COMPOSITE
+            return _DispatchStep.COMPOSITE
     if func.namespace == "prims":
-        return _Leg.PRIM if hasattr(func, "prim_meta_impl") else _Leg.LONG
+        return _DispatchStep.PRIM if hasattr(func, "prim_meta_impl") else _DispatchStep.LONG
     if singleton.find(func.name()).fake_impl.kernel:
-        return _Leg.LONG
+        return _DispatchStep.LONG
     if _rule_of(func) is not None:
-        return _Leg.RULED
-    return _Leg.KERNEL if fake_impls.has_meta(func) else _Leg.LONG
+        return _DispatchStep.RULED
+    return _DispatchStep.KERNEL if fake_impls.has_meta(func) else _DispatchStep.LONG
 
 
 def _rule_of(func: Any) -> Any:

@@ -14,15 +14,15 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from meshplan.runtime.base.pytree import given_to
-from meshplan.runtime.torch_private.fake_dispatch import Legs
+from meshplan.runtime.torch_private.fake_dispatch import Dispatcher
 
 _ops: Final[Any] = torch.ops.aten
-_TELLING: Final = frozenset(
+_KEY_TYPES: Final = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout,
      torch.memory_format}
 )  # fmt: skip
 """Types of arguments whose value becomes part of the cache key."""
-_NUMBERS_TELL: Final = frozenset(
+_VALUE_TAGS: Final = frozenset(
     {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 )
 _LIFTS: Final = frozenset({_ops.lift_fresh.default, _ops.lift_fresh_copy.default})
@@ -92,7 +92,7 @@ class Results:
         from torch._subclasses.fake_tensor import FakeTensor
 
         self._mode, self._fake = mode, FakeTensor
-        self._legs = Legs(mode, self.of, self._faked)
+        self._dispatcher = Dispatcher(mode, self.of, self._faked)
         self._attributes: dict[torch.device, dict[str, Any]] = {}
         is_unsafe = mode._allow_unsafe_data_ptr_access
         private: Any = torch._C
@@ -105,7 +105,7 @@ class Results:
     def of(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return an operator's result, as new fake tensors like the cached ones if it is cached."""
         if func is _DETACH and type(args[0]) is self._fake and self._is_plain(args[0]):
-            return self._beside(args[0])  # The most frequent operator: autograd detaches often.
+            return self._alias_of(args[0])  # The most frequent operator: autograd detaches often.
         asks = _ASKS.get(func)
         if asks is None:
             asks = _ASKS[func] = _asked_of(func)
@@ -113,18 +113,18 @@ class Results:
         if key is None:
             return func(*args, **kwargs)
         if asks is _Asks.FORMS_EACH_TIME:
-            return self._legs.run(func, args, kwargs)
+            return self._dispatcher.run(func, args, kwargs)
         try:
             recipe = _KNOWN[key]
         except KeyError:
             return self._first(key, func, args, kwargs)
         if recipe is None:
-            return self._legs.run(func, args, kwargs)
-        return self._again(recipe, args)
+            return self._dispatcher.run(func, args, kwargs)
+        return self._from_recipe(recipe, args)
 
     def _first(self, key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator whose key is not in the cache, and add a recipe of its result."""
-        out = self._legs.run(func, args, kwargs)
+        out = self._dispatcher.run(func, args, kwargs)
         if len(_KNOWN) >= _MOST:
             _KNOWN.clear()
         _KNOWN[key] = self._recipe(func, args, kwargs, out)
@@ -133,27 +133,27 @@ class Results:
     # The key: a description of the arguments
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-        told: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-        fakes = self._tell(args, told)
+        parts: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        fakes = self._describe(args, parts)
         if fakes is None:
             return None
         for name, value in kwargs.items():
-            told.append(name)
-            more = self._tell((value,), told)
+            parts.append(name)
+            more = self._describe((value,), parts)
             if more is None:
                 return None
             fakes += more
         # Without a fake tensor as argument, we cannot know that the call belongs to this mode.
-        return tuple(told) if fakes else None
+        return tuple(parts) if fakes else None
 
-    def _tell(self, values: Any, told: list[Any]) -> int | None:
-        """Append a description of arguments to `told`, which becomes the key.
+    def _describe(self, values: Any, parts: list[Any]) -> int | None:
+        """Append a description of arguments to `parts`, which becomes the key.
 
         Returns:
             The number of fake tensors among the arguments; None if an argument cannot be part of
             a key, so that the operator must run.
         """
-        told.append(len(values))
+        parts.append(len(values))
         fakes = 0
         for value in values:
             kind = type(value)
@@ -161,12 +161,12 @@ class Results:
                 if not self._is_plain(value):
                     return None
                 fakes += 1
-                told += (value.shape, value.stride(), value.storage_offset(), value.dtype,
+                parts += (value.shape, value.stride(), value.storage_offset(), value.dtype,
                          value.fake_device, value.requires_grad)  # fmt: skip
-            elif kind in _TELLING:
-                told += (kind, value)
+            elif kind in _KEY_TYPES:
+                parts += (kind, value)
             elif kind is list or kind is tuple or kind is torch.Size:
-                more = self._tell(value, told)
+                more = self._describe(value, parts)
                 if more is None:
                     return None
                 fakes += more
@@ -222,7 +222,7 @@ class Results:
         keys: Any = torch._C._dispatch_key_set
         return found if keys(self._fill(found, args)) == keys(result) else None
 
-    def _again(self, recipe: _Recipe, args: Any) -> Any:
+    def _from_recipe(self, recipe: _Recipe, args: Any) -> Any:
         if recipe.form is None:
             (made,) = recipe.made
             return None if made is None else self._fill(made, args)
@@ -238,7 +238,7 @@ class Results:
                 meta.set_(storage, made.offset, made.shape, made.stride)
         return self._faked(meta, made.device)
 
-    def _beside(self, fake: Any) -> Any:
+    def _alias_of(self, fake: Any) -> Any:
         """Return a new fake tensor with the storage, offset, shape and strides of `fake`."""
         with torch._C._DisableTorchDispatch():
             meta = torch.empty(0, dtype=fake.dtype, device="meta")
@@ -270,7 +270,7 @@ def _asked_of(func: Any) -> _Asks:
     """Return what determines the result of an operator: `ALL` if it writes to an argument."""
     if func.namespace not in ("aten", "prims") or func._schema.is_mutable or func in _LIFTS:
         return _Asks.ALL
-    if not _NUMBERS_TELL.isdisjoint(func.tags):
+    if not _VALUE_TAGS.isdisjoint(func.tags):
         return _Asks.ALL
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     has: Any = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -46,7 +46,7 @@ def built_on(device: torch.device) -> Iterator[None]:
         yield
 
 
-def device_told(func: Any, args: Any) -> torch.device | None:
+def answer_device(func: Any, args: Any) -> torch.device | None:
     """Return the device of a fake tensor if `func` is `prim.device`; None for other operators.
 
     A mode calls this first, because autograd asks for the device several times per gradient, and

@@ -81,7 +81,7 @@ def optimizers_at_once() -> Iterator[None]:
 
 
 def as_dtensor(
-    local: torch.Tensor, mesh: DeviceMesh, lies: Placement, gradient: Placement
+    local: torch.Tensor, mesh: DeviceMesh, placement: Placement, gradient: Placement
 ) -> DTensor:
     """Return a DTensor made of the ranks' local tensors, with a given placement of its gradient.
 
@@ -91,13 +91,15 @@ def as_dtensor(
     Args:
         local: This rank's local tensor.
         mesh: A mesh of one dim.
-        lies: The placement of the DTensor.
+        placement: The placement of the DTensor.
         gradient: The placement that its gradient is redistributed to.
     """
     if "grad_placements" in signature(DTensor.from_local).parameters:
-        return DTensor.from_local(local, mesh, [lies], run_check=False, grad_placements=[gradient])
-    laid: DTensor = _FromLocal.apply(local, mesh, lies, gradient)
-    return laid
+        return DTensor.from_local(
+            local, mesh, [placement], run_check=False, grad_placements=[gradient]
+        )
+    placed: DTensor = _FromLocal.apply(local, mesh, placement, gradient)
+    return placed
 
 
 class _FromLocal(torch.autograd.Function):
@@ -105,14 +107,14 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: torch.Tensor, mesh: DeviceMesh, lies: Placement, gradient: Placement
+        ctx: Any, local: torch.Tensor, mesh: DeviceMesh, placement: Placement, gradient: Placement
     ) -> DTensor:
-        ctx.laid = mesh, gradient
-        return DTensor.from_local(local.view_as(local), mesh, [lies], run_check=False)
+        ctx.layout = mesh, gradient
+        return DTensor.from_local(local.view_as(local), mesh, [placement], run_check=False)
 
     @staticmethod
     def backward(ctx: Any, given: DTensor) -> tuple[torch.Tensor, None, None, None]:
-        mesh, gradient = ctx.laid
+        mesh, gradient = ctx.layout
         return given.redistribute(mesh, [gradient]).to_local(), None, None, None
 
 

@@ -398,12 +398,12 @@ def on_resize(report: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """
     resize = torch.UntypedStorage.resize_
 
-    def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+    def resize_and_report(storage: torch.UntypedStorage, size: int) -> Any:
         out = resize(storage, size)
         report(storage)
         return out
 
-    torch.UntypedStorage.resize_ = resize_and_tell
+    torch.UntypedStorage.resize_ = resize_and_report
     try:
         yield
     finally:

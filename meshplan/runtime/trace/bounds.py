@@ -142,8 +142,8 @@ def check_grows(most: EventLog, less: EventLog) -> None:
     for one, other in zip_longest(most.events, less.events):
         if one is None or other is None:
             raise NoBoundError("with fewer elements selected, the step runs other operators")
-        storage, twin = most.storages[one.storage], less.storages[other.storage]
-        is_same = (storage.op, storage.module) == (twin.op, twin.module)
+        storage, other_storage = most.storages[one.storage], less.storages[other.storage]
+        is_same = (storage.op, storage.module) == (other_storage.op, other_storage.module)
         if not is_same or one.phase != other.phase or (one.delta > 0) != (other.delta > 0):
             raise NoBoundError("with fewer elements selected, the step runs other operators")
         if abs(other.delta) > abs(one.delta):

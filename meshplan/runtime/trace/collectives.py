@@ -96,11 +96,11 @@ def _axes(ranks: list[int], mesh: Mesh) -> tuple[str, ...]:
     """Return the mesh axes along which the coordinates of these ranks differ."""
     places = [mesh.coordinates(rank) for rank in ranks]
     differ = {name for name in places[0] if len({place[name] for place in places}) > 1}
-    lent = {part for loan in mesh.loans for part in (loan.rest, loan.name)}
+    borrowed = {part for loan in mesh.loans for part in (loan.rest, loan.name)}
     # If ep borrows its ranks from dp_shard, ranks that differ along ep, or along the other factor
     # of dp_shard, differ along dp_shard too. Name the factor, which is more specific.
     lenders = {loan.within for loan in mesh.loans if {loan.rest, loan.name} & differ}
-    return mesh.spread(differ - lenders if differ & lent else differ)
+    return mesh.spread(differ - lenders if differ & borrowed else differ)
 
 
 def _bytes(kind: str, args: tuple[Any, ...], out: Any) -> int:

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from meshplan.runtime.base.pytree import given_to
 from meshplan.runtime.torch_private.fake_results import Results
 from meshplan.runtime.torch_private.fakes import is_fake
-from meshplan.runtime.torch_private.modes import Watching, device_told
+from meshplan.runtime.torch_private.modes import Watching, answer_device
 from meshplan.runtime.torch_private.private import without_modes
 from meshplan.runtime.trace.bounds import picked
 
@@ -62,7 +62,7 @@ class ConstantPropagation(Watching):
                 self._keep(fake, real.detach().clone())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (device := device_told(func, args)) is not None:
+        if (device := answer_device(func, args)) is not None:
             return device
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented

@@ -60,7 +60,7 @@ def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Mo
         raise SpecError(Problem(what, origin, "write it as pkg.mod:function"))
     path = contextlib.nullcontext() if entry in OWN_MODELS else _working_directory_last()
     with path:
-        with _told(f"importing '{module_name}'", origin, _FOUND):
+        with _as_spec_error(f"importing '{module_name}'", origin, _FOUND):
             found: object = importlib.import_module(module_name)
         _check_place(module_name, origin)
         for part in name.split("."):
@@ -75,7 +75,10 @@ def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Mo
                 what = f"'{entry}' is {type(found).__name__}, which cannot be called"
                 raise SpecError(Problem(what, origin, "name a function that returns the model"))
             device = torch.device("meta" if on_meta else "cpu")
-            with built_on(device), _told(f"calling '{entry}'", origin, _ON_META if on_meta else ""):
+            with (
+                built_on(device),
+                _as_spec_error(f"calling '{entry}'", origin, _ON_META if on_meta else ""),
+            ):
                 found = found()
     if not isinstance(found, nn.Module):
         what = f"'{entry}' returned {type(found).__name__}, not an nn.Module"
@@ -84,7 +87,7 @@ def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Mo
 
 
 @contextlib.contextmanager
-def _told(doing: str, origin: Origin, fix: str) -> Iterator[None]:
+def _as_spec_error(doing: str, origin: Origin, fix: str) -> Iterator[None]:
     """Raise any exception of the user's code in the `with` block as a SpecError.
 
     Args:

@@ -135,11 +135,11 @@ def _run_copy(
     is_fake: bool,
 ) -> Flow:
     with torch.no_grad():
-        twin, args, kwargs = copy_to_run(model, inputs, mode, is_fake=is_fake)
-        recorder = OpRecorder(twin, trace)
+        copied, args, kwargs = copy_to_run(model, inputs, mode, is_fake=is_fake)
+        recorder = OpRecorder(copied, trace)
         with mode, recorder:
             recorder.begin(args, kwargs)
-            twin(*args, **kwargs)
+            copied(*args, **kwargs)
         if forms is not None:
             forms.update(recorder.forms)
         return recorder.flow()
@@ -407,7 +407,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterab
     }
     hidden = _STATISTICS if schema.name in _WRITE_STATISTICS and given.get("training", True) else ()
     for argument in schema.arguments:
-        says_so = argument.alias_info is not None and argument.alias_info.is_write
-        if says_so or argument.name in hidden:
+        is_declared = argument.alias_info is not None and argument.alias_info.is_write
+        if is_declared or argument.name in hidden:
             found = given[argument.name]
             yield from found if isinstance(found, tuple | list) else (found,)

@@ -36,19 +36,19 @@ def _rehearse(model: nn.Module, inputs: Any, what: Rehearsal) -> Flow | Stopped:
 def _run_copy(model: nn.Module, inputs: Any, what: Rehearsal, trace: Trace) -> Flow | Stopped:
     mode = fake_mode()
     with torch.no_grad():
-        twin, args, kwargs = copy_to_run(model, inputs, mode)
+        copied, args, kwargs = copy_to_run(model, inputs, mode)
         for (fqn, name), value in what.attributes.items():
-            setattr(twin.get_submodule(fqn), name, value)
-        recorder = OpRecorder(twin, trace)
-        for fqn, module in twin.named_modules():
+            setattr(copied.get_submodule(fqn), name, value)
+        recorder = OpRecorder(copied, trace)
+        for fqn, module in copied.named_modules():
             _at_the_border(recorder, module, fqn, what)
             _along_the_sequence(recorder, module, fqn, what)
         for fqn, dim in what.parts.items():
-            _part_inside(recorder, twin, fqn, dim, what.size)
+            _part_inside(recorder, copied, fqn, dim, what.size)
         try:
             with quiet_fakes(), mode, recorder:
                 recorder.begin(args, kwargs)
-                twin(*args, **kwargs)
+                copied(*args, **kwargs)
         except Exception as error:  # The user's forward may raise anything on sharded shapes.
             first = (str(error).strip() or repr(error)).splitlines()[0]
             module, num_ops = recorder.progress()
@@ -102,18 +102,18 @@ def _along_the_sequence(recorder: OpRecorder, module: nn.Module, fqn: str, what:
             module.register_forward_hook(lambda m, args, out, is_cut=is_cut: turned(out, is_cut))
 
 
-def _part_inside(recorder: OpRecorder, twin: nn.Module, fqn: str, dim: int, size: int) -> None:
+def _part_inside(recorder: OpRecorder, copied: nn.Module, fqn: str, dim: int, size: int) -> None:
     """Replace a parameter by a tensor of the shape of the rank's shard while its module runs.
 
     Args:
         recorder: Records the shard as the same value as the parameter.
-        twin: The copy of the model that runs.
+        copied: The copy of the model that runs.
         fqn: Name of the parameter.
         dim: The sharded dim.
         size: Number of shards.
     """
     owner_name, _, leaf = fqn.rpartition(".")
-    owner = twin.get_submodule(owner_name)
+    owner = copied.get_submodule(owner_name)
     parameter = owner.get_parameter(leaf)
     shape = [n // size if d == dim else n for d, n in enumerate(parameter.shape)]
 

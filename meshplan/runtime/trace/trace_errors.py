@@ -123,7 +123,7 @@ def alone_problem(
     place = place_of(error) or module or type(model).__name__
     shapes = [f"{list(t.shape)} {str(t.dtype)[6:]}" for _, t in tensors_in(inputs)]
     what = f"the forward of {type(model).__name__} fails at {place}, in one process too, on inputs "
-    what += f"{', '.join(shapes)}: {_said(error)}"
+    what += f"{', '.join(shapes)}: {_first_line(error)}"
     return Problem(what, origin, f"fix {place}, or {STATE_INPUT}")
 
 
@@ -144,14 +144,14 @@ def sharded_problem(
     fqn = widths.cut_in(module)
     if fqn is None:
         what = f"{module or type(model).__name__} fails under this plan at {place}, but not in one "
-        what += f"process: {_said(error)}"
+        what += f"process: {_first_line(error)}"
         fix = "let the code there read sizes and dtypes from its tensors, or replicate the module: "
         return Problem(what, origin, fix + f'rules: [{{match: "{module}", place: replicate}}]')
     use = plan.assignment.styles[fqn]
     local, whole, size = widths.local[fqn], widths.whole[fqn], plan.mesh.size(use.axis)
     what = (
         f"with {use.axis}: {size}, {fqn} returns {local} features where one process returns "
-        f"{whole}, but {place} assumes {whole}: {_said(error)}"
+        f"{whole}, but {place} assumes {whole}: {_first_line(error)}"
     )
     found = _own_frame(error)
     fix = (
@@ -161,7 +161,7 @@ def sharded_problem(
     return Problem(what, use.reason.origin or origin, fix)
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 

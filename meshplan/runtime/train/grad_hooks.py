@@ -115,13 +115,13 @@ def watch_torch_hooks(model: nn.Module, plan: Plan) -> None:
         if own is None:
             end()
             return
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not any(id(found[0]) in held for found in hooks.params.values()):
+        optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(found[0]) in optimized for found in hooks.params.values()):
             return
         hooks.steps += 1
         if not hooks.by_name and not is_due(hooks.steps):
             return
-        mine = {name for name, found in hooks.params.items() if id(found[0]) in held}
+        mine = {name for name, found in hooks.params.items() if id(found[0]) in optimized}
         if is_due(hooks.steps):
             for name in mine:
                 _take_over(name, hooks)

@@ -87,8 +87,8 @@ def _gradients(
         optimizer: If given, its parameters outside the model, such as a criterion's, are included.
     """
     out = []
-    held = optimizer.param_groups if optimizer is not None else ()
-    others = (p for group in held for p in group["params"])
+    groups = optimizer.param_groups if optimizer is not None else ()
+    others = (p for group in groups for p in group["params"])
     for parameter in dict.fromkeys((*model.parameters(), *others)):
         if parameter.grad is not None:
             parameter.grad = without_partial(parameter.grad)

@@ -112,10 +112,10 @@ def prepare(model: nn.Module, spec: Spec) -> tuple[list[tuple[int, ...]], float]
     """
     inputs = in_dtype_of(model, sample_inputs(model, spec, 2, 0))
     first = results(call(model, inputs))
-    again = results(call(model, inputs))
+    second = results(call(model, inputs))
     if not first or any(t.shape[0] != 2 for t in first):
         raise ValueError("its output has no floating-point tensors with the samples along dim 0")
-    if not all(torch.equal(a, b) for a, b in zip(first, again, strict=True)):
+    if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
         raise ValueError("its forward draws random numbers: two calls on the same inputs differ")
     shapes = [tuple(t.shape) for t in first]
     targets = sample_targets(shapes, 2, 0, are_classes=spec.loss_parallel or spec.loss_chunks != 1)
@@ -137,7 +137,7 @@ def train_alone(batches: Batches, rate: float) -> OneProcess:
         rate: The learning rate to begin with; at most `_TRIES` are tried.
     """
     plan = batches.plan
-    still = _train(copy.deepcopy(batches.model), batches, 0.0)
+    untrained = _train(copy.deepcopy(batches.model), batches, 0.0)
     for number in range(_TRIES):
         rate *= _SLOWER if number else 1.0
         model = copy.deepcopy(batches.model)
@@ -146,7 +146,7 @@ def train_alone(batches: Batches, rate: float) -> OneProcess:
             models.append(copy.deepcopy(batches.model))
             with _rounding(models[-1], plan, seed) as round_stored:
                 trainings.append(_train(models[-1], batches, rate, round_stored))
-        if all(_is_stable(training, still) for training in trainings):
+        if all(_is_stable(training, untrained) for training in trainings):
             break
     return OneProcess(
         rate=rate,
@@ -157,9 +157,9 @@ def train_alone(batches: Batches, rate: float) -> OneProcess:
     )
 
 
-def _is_stable(training: TrainingRun, still: TrainingRun) -> bool:
-    """Return True if no loss is NaN or far above that of the untrained model, `still`."""
-    pairs = zip(training.losses, still.losses, strict=True)
+def _is_stable(training: TrainingRun, untrained: TrainingRun) -> bool:
+    """Return True if no loss is NaN or far above that of the untrained model, `untrained`."""
+    pairs = zip(training.losses, untrained.losses, strict=True)
     return all(loss <= _MOST_GROWTH * before for loss, before in pairs)
 
 

@@ -145,7 +145,7 @@ def train_step(
     mean, counted = mean_over_ranks(
         total / count, (inputs, targets), state.plan, state.mesh, weights.count
     )
-    check.settle()
+    check.finish()
     if is_first and not is_fake_execution():
         note_size((inputs, targets), state.plan)
     begin("step")
@@ -170,11 +170,11 @@ def _agreed_step(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
     except ApplyError as error:
         failure = error
-    told: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(told, str(failure) if failure else "")
+    failures: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(failures, str(failure) if failure else "")
     if failure is not None:
         raise failure
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(failures):
         if text:
             raise ApplyError(Problem(f"the first step failed on rank {rank}: {text}"))
 
@@ -195,7 +195,7 @@ def loss_parallel(model: nn.Module) -> Iterator[None]:
     plan = applied(model).plan
     if not plan.assignment.loss_parallel:
         fix = "add it, and give the model's last projection the style vocab"
-        raise _unsaid(plan, "loss_parallel: true", fix)
+        raise _unstated_loss(plan, "loss_parallel: true", fix)
     with loss_mode(plan):
         yield
 
@@ -216,12 +216,12 @@ def chunked_loss(model: nn.Module) -> Iterator[None]:
     """
     plan = applied(model).plan
     if plan.assignment.chunked_loss is None:
-        raise _unsaid(plan, "loss_chunks", "add loss_chunks: 8")
+        raise _unstated_loss(plan, "loss_chunks", "add loss_chunks: 8")
     with loss_mode(plan):
         yield
 
 
-def _unsaid(plan: Plan, statement: str, fix: str) -> ApplyError:
+def _unstated_loss(plan: Plan, statement: str, fix: str) -> ApplyError:
     """Return the error for a loss context whose `statement` is missing from the plan."""
     origin = plan.spec.origin(statement.partition(":")[0])
     return ApplyError(Problem(f"this model's plan does not state {statement}", origin, fix))
@@ -237,10 +237,10 @@ def _check_optimizer(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimi
             raise ApplyError(_beside_stages(others[0], plan))
     else:
         reshard_units(model, plan)  # A forward without backward leaves units gathered.
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     own = {id(p) for p in model.parameters()}
-    missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-    if missing and held - own:
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in optimized]
+    if missing and optimized - own:
         raise ApplyError(
             Problem(
                 f"the optimizer lacks {missing[0]}, but has parameters that are not in the "

@@ -141,11 +141,11 @@ def _verify_rank(send: Send, spec: Spec, source: ModelSource) -> None:
     batches = Batches(alone, plan, shapes, samples)
     inputs, targets = local_batch(model, batches.of(0, model))
     forward = record_forward(copy.deepcopy(alone), plan, inputs, targets, sample_loss)
-    told = forecast(plan, forward, dist.get_rank())
+    expected = forecast(plan, forward, dist.get_rank())
     single = train_alone(batches, rate) if is_first else None
     chosen = [single.rate if single is not None else 0.0]
     dist.broadcast_object_list(chosen, src=0)
-    training, report = _train_together(model, plan, told, batches, chosen[0])
+    training, report = _train_together(model, plan, expected, batches, chosen[0])
     state = full_state_dict(model)
     if single is not None:
         tolerance = HALF if is_half(plan) else SINGLE
@@ -202,27 +202,27 @@ def _without_dropout(model: nn.Module) -> None:
 
 
 def _train_together(
-    model: nn.Module, plan: Plan, told: Forecast, batches: Batches, rate: float
+    model: nn.Module, plan: Plan, expected: Forecast, batches: Batches, rate: float
 ) -> tuple[TrainingRun, RankReport]:
     """Train under the plan; return losses and norms, and a report of bytes and collectives.
 
     Args:
         model: The module that `parallelize` returned.
         plan: Its plan.
-        told: The predicted collectives of a step, compared with those of the last step.
+        expected: The predicted collectives of a step, compared with those of the last step.
         batches: The global batches.
         rate: The learning rate.
     """
     optimizer = sgd(model, rate)
     losses: list[float] = []
     norms: list[float] = []
-    held: list[StateBytes] = []
+    state_bytes: list[StateBytes] = []
 
     def measure(*_: Any) -> None:
         if len(losses) < STEPS - 1:
             norms.append(float(clip_grad_norm_(model, float("inf"))))
         else:
-            held.append(live_bytes(model, optimizer))
+            state_bytes.append(live_bytes(model, optimizer))
 
     optimizer.register_step_pre_hook(measure)
     for step in range(STEPS - 1):
@@ -233,13 +233,13 @@ def _train_together(
         losses.append(train_step(model, optimizer, inputs, targets, sample_loss))
     predicted = state_bytes_by_rank(plan.assignment, _OPTIMIZER)[dist.get_rank()]
     report = RankReport(
-        held=held[0],
+        measured=state_bytes[0],
         predicted=predicted,
-        sent=differences(told, counted),
+        sent=differences(expected, counted),
         num_collectives=sum(counted.values()),
         collective_bytes=sum(route.num_bytes * times for route, times in counted.items()),
-        unknown=told.unknown,
-        num_routed=sum(each.count for each in told.traffic if each.routed),
+        unknown=expected.unknown,
+        num_routed=sum(each.count for each in expected.traffic if each.routed),
     )
     return TrainingRun(losses=tuple(losses), norms=tuple(norms)), report
 

@@ -30,7 +30,7 @@ class Beside:
 
     def __init__(self, job: Job, store: dist.Store) -> None:
         self._job, self._store = job, store
-        self._key = job.lasting(f"machine/{_machine()}")
+        self._key = job.group_key(f"machine/{_machine()}")
         self._processes: dict[int, tuple[int, int]] = {}
         """(Id, start tick) of the process of each rank. A reused id has another start tick."""
         self._num_looks = 0
@@ -40,8 +40,8 @@ class Beside:
         """Publish the process of this rank to the other ranks on this machine."""
         number = self._store.add(self._key, 1)
         began = process_state(self._job.process)[1]
-        told = [self._job.rank, self._job.process, began]
-        self._store.set(f"{self._key}/{number}", json.dumps(told))
+        entry = [self._job.rank, self._job.process, began]
+        self._store.set(f"{self._key}/{number}", json.dumps(entry))
 
     def meet(self) -> None:
         """Read the processes that ranks have published since the last call."""

@@ -37,8 +37,8 @@ from meshplan.runtime.watch.job import (
     DEAD,
     RESTART,
     Job,
-    bury,
     claim,
+    end_group,
     publish_ends,
     tables,
     wait_for_readers,
@@ -57,7 +57,7 @@ _LOST: Final = ("connection", "socket", "broken pipe", "timed out")
 """Words of which gloo's error has one if another rank is gone."""
 
 _job: Job | None = None
-_dog: watchdog.Watchdog | None = None
+_watchdog: watchdog.Watchdog | None = None
 
 
 @contextlib.contextmanager
@@ -88,13 +88,13 @@ def guarded(verb: str = "") -> Iterator[None]:
         publish_ends(job, job.store)
         yield
     except BaseException as error:
-        if hasattr(error, _SETTLED):
+        if hasattr(error, _HANDLED):
             raise
-        told = _settle(job, error, before)
-        setattr(told or error, _SETTLED, True)
-        if told is None:
+        replacement = _handle_failure(job, error, before)
+        setattr(replacement or error, _HANDLED, True)
+        if replacement is None:
             raise
-        raise told from error
+        raise replacement from error
     finally:
         if is_outermost:
             job.progress.last, job.progress.verb = job.progress.running, ""
@@ -127,7 +127,7 @@ def _enter(job: Job, verb: str) -> bool:
     return True
 
 
-_SETTLED: Final = "_meshplan_settled"
+_HANDLED: Final = "_meshplan_handled"
 """Attribute of an exception that a guard has handled, so that outer guards let it pass."""
 _ALONE: Final = "_meshplan_alone"
 """Attribute of an exception that is known to be raised on some ranks only."""
@@ -140,7 +140,7 @@ def _failed(cause: str) -> Problem:
 
 def _current() -> Job | None:
     """Return the job of the current process group (made if new); None without other ranks."""
-    global _job, _dog
+    global _job, _watchdog
     if is_fake_execution() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     world = dist.group.WORLD
@@ -148,11 +148,11 @@ def _current() -> Job | None:
         return None
     if _job is None or _job.world is not world:
         server = Server()
-        own_store, dog_store = server.connect(2, watchdog.STOPPED_S)
+        own_store, watchdog_store = server.connect(2, watchdog.STOPPED_S)
         _job = Job(world, own_store, number=0 if _job is None else _job.number + 1)
         _report_uncaught()
-        _dog = watchdog.Watchdog(_job, dog_store, server)
-        _dog.start()
+        _watchdog = watchdog.Watchdog(_job, watchdog_store, server)
+        _watchdog.start()
     return _job
 
 
@@ -212,8 +212,8 @@ def fails_together(error: Exception, ranks: Sequence[int]) -> bool:
     if job is None or len(ranks) == 1:
         return True
     name = ",".join(map(str, ranks))
-    key = job.key(f"together/{name}/{job.partings[name]}")
-    job.partings[name] += 1
+    key = job.key(f"together/{name}/{job.joint_failures[name]}")
+    job.joint_failures[name] += 1
     deadline = time.monotonic() + GRACE_S
     with contextlib.suppress(RuntimeError, OSError):  # The store may be gone.
         count = job.store.add(key, 1)
@@ -230,7 +230,7 @@ _Sequences: TypeAlias = dict[str, int] | None
 """Collectives begun on this rank, by name of the group; None if a backend does not count them."""
 
 
-def _settle(job: Job, error: BaseException, before: _Sequences) -> ApplyError | None:
+def _handle_failure(job: Job, error: BaseException, before: _Sequences) -> ApplyError | None:
     """Report a failure of this rank, and end the group unless all ranks failed at the same place.
 
     Args:
@@ -242,8 +242,8 @@ def _settle(job: Job, error: BaseException, before: _Sequences) -> ApplyError | 
         The error to raise instead, with the cause on another rank; None to raise `error` itself.
     """
     is_lost = is_lost_connection(error)
-    while _dog is not None and _dog.is_store_silent() and not job.cause:
-        _dog.is_asked = True
+    while _watchdog is not None and _watchdog.is_store_silent() and not job.cause:
+        _watchdog.is_asked = True
         time.sleep(_POLL_S)
     if job.cause:  # The watchdog has found the cause.
         return ApplyError(job.failed()) if is_lost else None
@@ -256,7 +256,7 @@ def _settle(job: Job, error: BaseException, before: _Sequences) -> ApplyError | 
         cause = _claim(job, own, before)
         is_alone = is_lost or not isinstance(error, Exception) or hasattr(error, _ALONE)
         if is_alone or not _all_failed_alike(job):
-            bury(job, job.store, cause)
+            end_group(job, job.store, cause)
             wait_for_readers(job, GRACE_S, num_gone=int(is_lost))
         else:
             job.epoch += 1
@@ -278,9 +278,11 @@ def _why_lost(job: Job, text: str) -> Problem:
     if rank is None:
         return _lost(job, "another rank")
     deadline = time.monotonic() + LEAVE_S
-    key = job.lasting(f"left/{rank}")
+    key = job.group_key(f"left/{rank}")
     while not job.store.check([key]) and time.monotonic() < deadline:
-        if job.store.check([job.key("first")]) or (_dog is not None and _dog.has_died(rank)):
+        if job.store.check([job.key("first")]) or (
+            _watchdog is not None and _watchdog.has_died(rank)
+        ):
             break  # A rank has reported the cause, or the peer cannot report any more.
         time.sleep(_POLL_S)
     if job.store.check([key]):
@@ -390,29 +392,29 @@ def _report_uncaught() -> None:
 def _report(error: BaseException) -> ApplyError | None:
     """Report an exception that ends this process; return the error to show instead, if any."""
     job = _job
-    if job is None or hasattr(error, _SETTLED) or not dist.is_initialized():
+    if job is None or hasattr(error, _HANDLED) or not dist.is_initialized():
         return None
     if job.process != os.getpid():  # The end of a forked process is not the end of the rank.
         return None
     setattr(error, _ALONE, True)
-    told = _settle(job, error, None)
-    setattr(error, _SETTLED, True)
-    if told is not None:
-        told.__cause__ = error
-    return told
+    replacement = _handle_failure(job, error, None)
+    setattr(error, _HANDLED, True)
+    if replacement is not None:
+        replacement.__cause__ = error
+    return replacement
 
 
 def _end() -> None:
     """Report to the other ranks that this process ends, with the exception that ends it if any."""
-    global _dog
-    job, dog = _job, _dog
-    if job is None or dog is None or job.process != os.getpid():
+    global _watchdog
+    job, thread = _job, _watchdog
+    if job is None or thread is None or job.process != os.getpid():
         return
-    _dog = None
+    _watchdog = None
     error = sys.exc_info()[1]
     if error is not None and not isinstance(error, SystemExit):
         _report(error)
-    dog.end()
+    thread.end()
     if job.cause:
         with contextlib.suppress(RuntimeError, OSError):  # The store may be gone.
             wait_for_readers(job, GRACE_S)

@@ -124,7 +124,7 @@ class Job:
         cause: The reason why the group has ended; "" while it is usable.
         fix: Advice on the cause.
         groups: Number of process groups when this rank last published its connections.
-        partings: Number of calls of `guard.fails_together`, by the ranks given to it.
+        joint_failures: Number of calls of `guard.fails_together`, by the ranks given to it.
         meetings: Number of meetings that this rank has arrived at, by name and ranks.
         progress: The progress of this rank's program.
         rank: This rank.
@@ -141,7 +141,7 @@ class Job:
     cause: str = ""
     fix: str = ""
     groups: int = -1
-    partings: Counter[str] = field(default_factory=Counter)
+    joint_failures: Counter[str] = field(default_factory=Counter)
     meetings: Counter[str] = field(default_factory=Counter)
     progress: Progress = field(
         default_factory=lambda: Progress((threading.get_ident(), threading.get_native_id()))
@@ -156,7 +156,7 @@ class Job:
         """Return a key in the store for this group, until all ranks fail together and go on."""
         return f"meshplan/{self.number}/{self.epoch}/{name}"
 
-    def lasting(self, name: str) -> str:
+    def group_key(self, name: str) -> str:
         """Return a key in the store for this group, for as long as it exists."""
         return f"meshplan/{self.number}/{name}"
 
@@ -165,7 +165,7 @@ class Job:
         return Problem(self.cause, fix=self.fix or f"see the log of that rank; then {RESTART}")
 
 
-def door(meeting: str) -> str:
+def all_arrived_key(meeting: str) -> str:
     """Return the key that is set in the store once all ranks have arrived at a meeting."""
     return f"{meeting}/all"
 
@@ -179,9 +179,9 @@ def post(job: Job, store: dist.Store, kind: str, facts: Mapping[str, Any] | None
         kind: "dead", "left", "waits", "ask" or "notice".
         facts: Further JSON-serializable contents of the event.
     """
-    number = store.add(job.lasting("events"), 1)
-    told = {"kind": kind, "rank": job.rank, **(facts or {})}
-    store.set(job.lasting(f"event/{number}"), json.dumps(told))
+    number = store.add(job.group_key("events"), 1)
+    event = {"kind": kind, "rank": job.rank, **(facts or {})}
+    store.set(job.group_key(f"event/{number}"), json.dumps(event))
 
 
 def publish_ends(job: Job, store: dist.Store) -> None:
@@ -189,13 +189,13 @@ def publish_ends(job: Job, store: dist.Store) -> None:
     with job.publishing:  # Otherwise an older list could overwrite a newer list.
         count = num_groups()
         if count != job.groups:
-            store.set(job.lasting(f"ends/{job.rank}"), spell(own_ends().values()))
+            store.set(job.group_key(f"ends/{job.rank}"), spell(own_ends().values()))
             job.groups = count
 
 
 def tables(job: Job, store: dist.Store) -> dict[int, str]:
     """Return the connections that each rank has published, by rank, as JSON (`sockets.spell`)."""
-    keys = {rank: job.lasting(f"ends/{rank}") for rank in range(job.size)}
+    keys = {rank: job.group_key(f"ends/{rank}") for rank in range(job.size)}
     return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
 
@@ -218,18 +218,18 @@ def first_cause(job: Job, store: dist.Store) -> Problem:
     return Problem(what, fix=fix)
 
 
-def bury(job: Job, store: dist.Store, cause: Problem) -> None:
+def end_group(job: Job, store: dist.Store, cause: Problem) -> None:
     """End the process group: the running collectives of this rank and of its peers then raise."""
     job.fix = cause.fix or ""
     job.cause = cause.what
     store.compare_set(job.key("verdict"), "", DEAD)
     if not job.has_read:
         job.has_read = True
-        store.add(job.lasting("readers"), 1)
+        store.add(job.group_key("readers"), 1)
         post(job, store, "dead")
     meeting = job.progress.meeting
     if meeting is not None:
-        store.set(door(meeting.key), DEAD)
+        store.set(all_arrived_key(meeting.key), DEAD)
     if dist.get_backend() != "gloo":
         abort_groups()
         return
@@ -254,7 +254,7 @@ def wait_for_readers(job: Job, seconds: float, num_gone: int = 0) -> None:
     if job.rank or is_store_served_elsewhere():
         return
     deadline = time.monotonic() + seconds
-    while job.store.add(job.lasting("readers"), 0) < job.size - num_gone:
+    while job.store.add(job.group_key("readers"), 0) < job.size - num_gone:
         if time.monotonic() > deadline:
             return
         time.sleep(_POLL_S)

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from meshplan.errors import ApplyError, Problem
-from meshplan.runtime.watch.job import NEEDS_ALL, RESTART, Job, Meeting, door
+from meshplan.runtime.watch.job import NEEDS_ALL, RESTART, Job, Meeting, all_arrived_key
 from meshplan.runtime.watch.stack import user_line
 
 _LONG: Final = timedelta(days=30)
@@ -42,12 +42,12 @@ def meet(job: Job, name: str, ranks: tuple[int, ...]) -> None:
     job.meetings[label] += 1
     key = job.key(f"meeting/{label}/{job.meetings[label]}")
     if job.store.add(key, 1) == len(ranks):
-        job.store.set(door(key), "")
+        job.store.set(all_arrived_key(key), "")
         return
     job.progress.meeting = Meeting(key, name, ranks, user_line())
     try:
         if not job.cause:  # Otherwise no rank will set this key any more.
-            job.store.wait([door(key)], _LONG)
+            job.store.wait([all_arrived_key(key)], _LONG)
     finally:
         job.progress.meeting = None
     if job.cause:
@@ -80,61 +80,63 @@ def enter_forward(job: Job, is_training: bool, ranks: tuple[int, ...]) -> None:
         progress.last = f"forward {progress.num_forwards}"
 
 
-def says_of_meeting(job: Job, at: Meeting) -> dict[str, Any]:
-    """Return the report of this rank, which waits at meeting `at`, for the other ranks."""
-    forwards = job.progress.forwards[at.ranks]
+def meeting_report(job: Job, meeting: Meeting) -> dict[str, Any]:
+    """Return the report of this rank, which waits at meeting `meeting`, for the other ranks."""
+    forwards = job.progress.forwards[meeting.ranks]
     return {
         **job.progress.facts(),
-        "name": at.name,
-        "meeting": at.key,
-        "ranks": at.ranks,
-        "where": at.where,
+        "name": meeting.name,
+        "meeting": meeting.key,
+        "ranks": meeting.ranks,
+        "where": meeting.where,
         "forwards": [forwards.num, forwards.switches],
     }
 
 
-def will_not_come(job: Job, told: Mapping[str, Any]) -> str:
+def will_not_come(job: Job, report: Mapping[str, Any]) -> str:
     """Return where this rank is, in words, if it and a reporting rank will never meet; else "".
 
     Args:
         job: The job of this rank.
-        told: The report of another rank, which waits at a meeting ("waits") or has left the group
+        report: The report of another rank, which waits at a meeting ("waits") or has left the group
             ("left").
     """
-    own, at = job.progress, job.progress.meeting
-    if told["kind"] == "waits":
-        if job.rank not in told["ranks"] or (at is not None and at.key == told["meeting"]):
+    own, meeting = job.progress, job.progress.meeting
+    if report["kind"] == "waits":
+        if job.rank not in report["ranks"] or (
+            meeting is not None and meeting.key == report["meeting"]
+        ):
             return ""
-        forwards = own.forwards[tuple(told["ranks"])]
-        num, switches = told["forwards"]
+        forwards = own.forwards[tuple(report["ranks"])]
+        num, switches = report["forwards"]
         # This rank has already begun that forward, without the switch to the other kind.
-        if told["name"] in _KINDS and forwards.num >= num and forwards.switches < switches:
+        if report["name"] in _KINDS and forwards.num >= num and forwards.switches < switches:
             return own.running or own.last
-    if at is not None and told["rank"] in at.ranks:
-        return own.running or at.name
-    if own.verb == NEEDS_ALL and own.counts[NEEDS_ALL] > told["counts"].get(NEEDS_ALL, 0):
+    if meeting is not None and report["rank"] in meeting.ranks:
+        return own.running or meeting.name
+    if own.verb == NEEDS_ALL and own.counts[NEEDS_ALL] > report["counts"].get(NEEDS_ALL, 0):
         return own.running
     return ""
 
 
-def missed(job: Job, told: Mapping[str, Any], own_where: str) -> Problem:
+def missed(job: Job, report: Mapping[str, Any], own_place: str) -> Problem:
     """Return the problem of a rank that waits for this one in vain, or that has left the group.
 
     Args:
         job: The job of this rank.
-        told: The report of the other rank, which waits at a meeting ("waits") or has left the group
-            ("left").
-        own_where: Where this rank is, in words.
+        report: The report of the other rank, which waits at a meeting ("waits") or has left the
+            group ("left").
+        own_place: Where this rank is, in words.
     """
-    rank = told["rank"]
-    here = f"rank {job.rank} is in {own_where}"
-    if told["kind"] == "left":
-        what = f"rank {rank} has ended{_after(told['last'])}, but {here}"
+    rank = report["rank"]
+    here = f"rank {job.rank} is in {own_place}"
+    if report["kind"] == "left":
+        what = f"rank {rank} has ended{_after(report['last'])}, but {here}"
         return Problem(what, fix=f"give every rank the same number of batches; then {RESTART}")
-    name = told["name"]
-    at = f" ({told['where']})" if told["where"] else ""
+    name = report["name"]
+    at = f" ({report['where']})" if report["where"] else ""
     where = f"to begin a forward in {name}" if name in _KINDS else f"in {name}"
-    what = f"rank {rank} waits {where}{at}{_after(told['last'])}, but {here}"
+    what = f"rank {rank} waits {where}{at}{_after(report['last'])}, but {here}"
     doing = "run evaluation" if name in _KINDS else f"call {name}"
     fix = f"{doing} on every rank, and give every rank the same number of batches; then {RESTART}"
     return Problem(what, fix=fix)

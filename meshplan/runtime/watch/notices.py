@@ -25,11 +25,13 @@ class Notices:
     Args:
         job: The job of this rank.
         store: A connection to the store of the group.
-        says: Returns where this rank is, as JSON-serializable facts.
+        own_report: Returns where this rank is, as JSON-serializable facts.
     """
 
-    def __init__(self, job: Job, store: dist.Store, says: Callable[[], dict[str, Any]]) -> None:
-        self._job, self._store, self._says = job, store, says
+    def __init__(
+        self, job: Job, store: dist.Store, own_report: Callable[[], dict[str, Any]]
+    ) -> None:
+        self._job, self._store, self._own_report = job, store, own_report
         self._asked, self._asked_at = -1, 0.0
         self._is_warned = False
         self._reported: set[str] = set()
@@ -39,7 +41,7 @@ class Notices:
         self._is_warned = False
         if self._asked >= 0:  # This rank needs no answers any more.
             self._asked = -1
-            self._store.add(self._job.lasting("notices"), 1)
+            self._store.add(self._job.group_key("notices"), 1)
 
     def ask(self, waited_s: float, patience_s: float) -> None:
         """Ask once which ranks keep this one waiting; to be called repeatedly while it waits.
@@ -57,38 +59,38 @@ class Notices:
 
     def _begin(self) -> None:
         """Ask all ranks where they are, unless another rank has already asked."""
-        number = self._store.add(self._job.lasting("notices"), 0)
+        number = self._store.add(self._job.group_key("notices"), 0)
         own = str(self._job.rank)
-        won = self._store.compare_set(self._job.lasting(f"asker/{number}"), "", own).decode()
+        won = self._store.compare_set(self._job.group_key(f"asker/{number}"), "", own).decode()
         if won == own:  # Otherwise another rank asked first and will post the notice.
             self._asked, self._asked_at = number, time.monotonic()
             post(self._job, self._store, "ask", {"number": number})
 
     def _end(self, waited_s: float) -> None:
         """Send the warning made from the answers, unless the same ranks were named before."""
-        told = {}
+        reports = {}
         for rank in range(self._job.size):
-            key = self._job.lasting(f"state/{self._asked}/{rank}")
+            key = self._job.group_key(f"state/{self._asked}/{rank}")
             if self._store.check([key]):
-                told[rank] = json.loads(self._store.get(key))
-        missing = [[rank, *e["lines"][:1]] for rank, e in told.items() if not e["waits"]]
+                reports[rank] = json.loads(self._store.get(key))
+        missing = [[rank, *e["lines"][:1]] for rank, e in reports.items() if not e["waits"]]
         site = json.dumps(missing)
         self._asked = -1
-        self._store.add(self._job.lasting("notices"), 1)
+        self._store.add(self._job.group_key("notices"), 1)
         if site in self._reported:
             self._is_warned = True
             return
-        text = notice(told, self._job.size, waited_s)
+        text = notice(reports, self._job.size, waited_s)
         post(self._job, self._store, "notice", {"site": site, "text": text})
 
     def answer(self, number: int) -> None:
         """Write into the store where this rank is, as the answer to question `number`."""
-        key = self._job.lasting(f"state/{number}/{self._job.rank}")
-        self._store.set(key, json.dumps(self._says()))
+        key = self._job.group_key(f"state/{number}/{self._job.rank}")
+        self._store.set(key, json.dumps(self._own_report()))
 
     def take(self, event: dict[str, Any]) -> None:
         """Log the warning in `event` if this rank waits as well."""
         self._reported.add(event["site"])
-        if self._says()["waits"]:
+        if self._own_report()["waits"]:
             self._is_warned = True
             _logger.warning("%s", event["text"])

@@ -105,20 +105,20 @@ def spell(ends: Iterable[End]) -> str:
     return json.dumps(sorted(ends))
 
 
-def close_between_ranks(tables: Iterable[str], spared_port: int | None = None) -> int:
+def close_between_ranks(tables: Iterable[str], excluded_port: int | None = None) -> int:
     """Shut down every connection of this process whose other end is listed in one of the tables.
 
     The file descriptors stay open: they belong to gloo, which closes them after its error.
 
     Args:
         tables: Connections that each of the other ranks published, in the form of `spell`.
-        spared_port: Port whose connections stay open, that of the store.
+        excluded_port: Port whose connections stay open, that of the store.
 
     Returns:
         The number of connections shut down.
     """
     closed = 0
-    for connection in _between_ranks(tables, spared_port):
+    for connection in _between_ranks(tables, excluded_port):
         try:
             connection.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -127,18 +127,18 @@ def close_between_ranks(tables: Iterable[str], spared_port: int | None = None) -
     return closed
 
 
-def is_cut_off(own: str, other: str, spared_port: int | None = None) -> bool:
+def is_cut_off(own: str, other: str, excluded_port: int | None = None) -> bool:
     """Return True if this rank had connections to another rank and all of them have ended.
 
     Args:
         own: Connections that this rank published, in the form of `spell`.
         other: Connections that the other rank published, in the same form.
-        spared_port: Port whose connections do not count, that of the store.
+        excluded_port: Port whose connections do not count, that of the store.
     """
-    spared = f":{spared_port:04X}" if spared_port else "-"
+    excluded = f":{excluded_port:04X}" if excluded_port else "-"
     theirs = {(remote, local) for local, remote in json.loads(other)}
     mine = {(local, remote) for local, remote in json.loads(own)}
-    once = {end for end in mine & theirs if not any(each.endswith(spared) for each in end)}
+    once = {end for end in mine & theirs if not any(each.endswith(excluded) for each in end)}
     return bool(once) and not once & set(own_ends().values())
 
 
@@ -158,12 +158,12 @@ class Connections:
     num: int
 
 
-def traffic(tables: Iterable[str], spared_port: int | None = None) -> Connections | None:
+def traffic(tables: Iterable[str], excluded_port: int | None = None) -> Connections | None:
     """Measure the traffic between this process and other ranks.
 
     Args:
         tables: Connections that each of the other ranks published, in the form of `spell`.
-        spared_port: Port whose connections do not count, that of the store.
+        excluded_port: Port whose connections do not count, that of the store.
 
     Returns:
         The totals; None if there is no connection or the kernel does not report the numbers.
@@ -171,10 +171,10 @@ def traffic(tables: Iterable[str], spared_port: int | None = None) -> Connection
     moved = waiting = num = 0
     if sys.platform == "win32":
         return None
-    for connection in _between_ranks(tables, spared_port):
+    for connection in _between_ranks(tables, excluded_port):
         try:
-            told = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO_BYTES)
-            moved += sum(_MOVED.unpack_from(told, _MOVED_OFFSET))
+            info = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO_BYTES)
+            moved += sum(_MOVED.unpack_from(info, _MOVED_OFFSET))
             for request in (termios.TIOCOUTQ, termios.FIONREAD):
                 waiting += int.from_bytes(fcntl.ioctl(connection, request, bytes(4)), sys.byteorder)
         except (OSError, struct.error):
@@ -191,12 +191,12 @@ _MOVED_OFFSET: Final = 120
 """Offset of tcpi_bytes_acked and tcpi_bytes_received in `struct tcp_info` of linux/tcp.h."""
 
 
-def _between_ranks(tables: Iterable[str], spared_port: int | None) -> Iterator[socket.socket]:
+def _between_ranks(tables: Iterable[str], excluded_port: int | None) -> Iterator[socket.socket]:
     """Yield each connection of this process whose other end a table lists, as a new socket."""
     others = {(remote, local) for text in tables for local, remote in json.loads(text)}
-    spared = f":{spared_port:04X}" if spared_port else None
+    excluded = f":{excluded_port:04X}" if excluded_port else None
     for descriptor, end in own_ends().items():
-        if end not in others or (spared and any(each.endswith(spared) for each in end)):
+        if end not in others or (excluded and any(each.endswith(excluded) for each in end)):
             continue
         try:
             duplicate = socket.socket(fileno=os.dup(descriptor))

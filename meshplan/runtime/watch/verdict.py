@@ -13,48 +13,50 @@ _NAMED: Final = 8
 _BATCHES: Final = "give every rank the same number of batches"
 
 
-def verdict(told: Mapping[int, Mapping[str, Any]]) -> Problem | None:
+def verdict(reports: Mapping[int, Mapping[str, Any]]) -> Problem | None:
     """Return the problem of ranks that all wait for each other: where each of them waits.
 
     Args:
-        told: The report of each rank that has not left, by rank.
+        reports: The report of each rank that has not left, by rank.
 
     Returns:
         The problem; None if all reports are equal, or if a process outside the job may be a member
         of a process group and end the wait.
     """
-    if _has_foreign_group(told):
+    if _has_foreign_group(reports):
         return None
-    places = _by_place([_place(each) for each in told.values()], told)
+    places = _by_place([_place(each) for each in reports.values()], reports)
     if len(places) == 1:
-        words = [f"{_place(each)} with {_collectives(each)}" for each in told.values()]
-        places = _by_place(words, told)
+        words = [f"{_place(each)} with {_collectives(each)}" for each in reports.values()]
+        places = _by_place(words, reports)
     if len(places) == 1:
         return None
-    verbs = {str(each["running"]).partition(" ")[0] for each in told.values()}
+    verbs = {str(each["running"]).partition(" ")[0] for each in reports.values()}
     rare = sorted(verbs - {"", NEEDS_ALL, "step", "eval_step"})
     if len(verbs) > 1 and rare:
         fix = f"call {rare[0]} on every rank, and {_BATCHES}"
     else:
         fix = f"{_BATCHES}, and call the same functions in the same order on every rank"
-    what = f"the ranks wait for each other in a deadlock: {_tell(places)}"
+    what = f"the ranks wait for each other in a deadlock: {_join_places(places)}"
     return Problem(what, fix=f"{fix}; then {RESTART}")
 
 
-def notice(told: Mapping[int, Mapping[str, Any]], size: int, waited_s: float) -> str:
+def notice(reports: Mapping[int, Mapping[str, Any]], size: int, waited_s: float) -> str:
     """Return the text of a warning about ranks that keep others waiting but may only be busy.
 
     Args:
-        told: The report of each rank that answered, by rank.
+        reports: The report of each rank that answered, by rank.
         size: Number of ranks.
         waited_s: Seconds that the asking rank has waited.
     """
-    waiting = {rank: each for rank, each in told.items() if each["waits"]}
+    waiting = {rank: each for rank, each in reports.items() if each["waits"]}
     lines = [f"{len(waiting)} of {size} ranks have waited for {waited_s:.0f} s"]
-    lines.append("  waiting: " + _tell(_by_place([_place(e) for e in waiting.values()], waiting)))
-    missing = [rank for rank, each in told.items() if not each["waits"]]
-    lines += [f"  rank {rank} is missing: {_busy(told[rank])}" for rank in missing[:_NAMED]]
-    silent = [rank for rank in range(size) if rank not in told]
+    lines.append(
+        "  waiting: " + _join_places(_by_place([_place(e) for e in waiting.values()], waiting))
+    )
+    missing = [rank for rank, each in reports.items() if not each["waits"]]
+    lines += [f"  rank {rank} is missing: {_busy(reports[rank])}" for rank in missing[:_NAMED]]
+    silent = [rank for rank in range(size) if rank not in reports]
     if silent:
         why = "the process has ended or is stopped, or its Python interpreter is blocked"
         lines.append(f"  no answer from {name_ranks(silent)}: {why}")
@@ -89,15 +91,15 @@ def _collectives(each: Mapping[str, Any]) -> str:
     )
 
 
-def _has_foreign_group(told: Mapping[int, Mapping[str, Any]]) -> bool:
+def _has_foreign_group(reports: Mapping[int, Mapping[str, Any]]) -> bool:
     """Return True if a process outside the job may be a member of a rank's process group.
 
     It may be a server that receives new weights, for example. Its group has a member whose number
     is no rank of the job, or one whose own report lacks the group.
     """
-    known = {rank: {tuple(r) for r, _ in each["groups"]} for rank, each in told.items()}
+    known = {rank: {tuple(r) for r, _ in each["groups"]} for rank, each in reports.items()}
     return any(
-        member >= told[rank]["size"] or (member in known and ranks not in known[member])
+        member >= reports[rank]["size"] or (member in known and ranks not in known[member])
         for rank, groups in known.items()
         for ranks in groups
         for member in ranks
@@ -112,7 +114,7 @@ def _by_place(places: Sequence[str], ranks: Iterable[int]) -> dict[str, list[int
     return out
 
 
-def _tell(places: Mapping[str, list[int]]) -> str:
+def _join_places(places: Mapping[str, list[int]]) -> str:
     """Return "ranks 0 and 1 in <place>, rank 2 in <other place>"."""
     return ", ".join(f"{name_ranks(ranks)} in {place}" for place, ranks in places.items())
 

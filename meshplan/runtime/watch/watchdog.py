@@ -32,16 +32,16 @@ from meshplan.runtime.watch.job import (
     NEEDS_ALL,
     RESTART,
     Job,
-    bury,
+    all_arrived_key,
     claim,
-    door,
+    end_group,
     first_cause,
     post,
     publish_ends,
     tables,
     tables_of_others,
 )
-from meshplan.runtime.watch.meeting import missed, says_of_meeting, will_not_come
+from meshplan.runtime.watch.meeting import meeting_report, missed, will_not_come
 from meshplan.runtime.watch.notices import Notices
 from meshplan.runtime.watch.server import Server, stopped
 from meshplan.runtime.watch.sockets import Connections, close_between_ranks, is_cut_off, traffic
@@ -83,19 +83,19 @@ class Watchdog(threading.Thread):
         self._store = store
         self._ended = threading.Event()
         self._interval_s = TICK_S * max(1.0, job.size / RANKS_PER_TICK)
-        self._heard = 0
+        self._last_event = 0
         """Number of the last event that was read."""
         self._absent: dict[int, dict[str, Any]] = {}
         """Last report of each rank that waits at a meeting or has left the group, by rank."""
-        self._met = self._told = ""
+        self._last_meeting = self._reported_meeting = ""
         """Keys of this rank's meeting at the last look, and of the last one that it reported."""
-        self._in_vain: tuple[int, str] | None = None
+        self._last_unmet: tuple[int, str] | None = None
         """(Rank that this rank will not meet, where this rank is), as found at the last look."""
         self._look: tuple[Look, Any] | None = None
         """The last look at the thread, and the collectives, facts and meeting at that time."""
         self._looked = self._still_since = self._steady_since = time.monotonic()
         self._is_counted = self._is_shared = False
-        self._quiet: tuple[int, Connections, int] | None = None
+        self._last_traffic: tuple[int, Connections, int] | None = None
         """(Moves of all ranks, state of the connections, looks since both last changed)."""
         self._voted = -1
         """Number of moves of all ranks at the last vote of this rank."""
@@ -106,7 +106,7 @@ class Watchdog(threading.Thread):
         self._num_looks = 0
         self.is_asked = False
         """True if the verbs' thread has lost a connection and waits for the cause."""
-        self._notices = Notices(job, self._store, self._says)
+        self._notices = Notices(job, self._store, self._own_report)
 
     def start(self) -> None:
         """Publish this process, so that other ranks can see if it is stopped; start watching."""
@@ -149,9 +149,9 @@ class Watchdog(threading.Thread):
 
     def _leave(self) -> None:
         """Report in the store that this rank has left the group."""
-        told = {"kind": "left", "rank": self._job.rank, **self._job.progress.facts()}
-        self._store.set(self._job.lasting(f"left/{self._job.rank}"), json.dumps(told))
-        post(self._job, self._store, "left", told)
+        report = {"kind": "left", "rank": self._job.rank, **self._job.progress.facts()}
+        self._store.set(self._job.group_key(f"left/{self._job.rank}"), json.dumps(report))
+        post(self._job, self._store, "left", report)
 
     def _tick(self) -> None:
         """Look at this rank and at the events of others; end the group if the ranks hang."""
@@ -163,30 +163,30 @@ class Watchdog(threading.Thread):
         if num_groups() != self._job.groups:
             publish_ends(self._job, self._store)
         self._beside.meet()
-        self._hear()
+        self._read_events()
         if self._job.cause:
             return
         self._judge_meetings()
-        look = self._look_here()
-        self._follow(look, now, was_late)
+        look = self._look_at_own_thread()
+        self._compare_looks(look, now, was_late)
         is_certain = self._can_be_certain()
         is_still = look[0].wait and now - self._still_since >= STILL_S
         if is_certain and is_still and not self._is_counted:
             self._is_counted = True
             self._store.add(self._job.key("waiting"), 1)
         if self._is_counted:
-            self._look_around()
+            self._vote_on_deadlock()
         steady_s = now - self._steady_since
         # On devices, a verb may wait for other ranks at any line that synchronizes with the device.
         waits = look[0].wait or (not is_certain and self._job.progress.verb)
         if waits and not self._job.cause:
-            self._look_beside(now)
+            self._look_at_processes(now)
             if steady_s >= WARN_S:
                 self._notices.ask(steady_s, patience_s=4 * self._interval_s)
 
     # The state of this rank.
 
-    def _look_here(self) -> tuple[Look, Any]:
+    def _look_at_own_thread(self) -> tuple[Look, Any]:
         """Return a look at the verbs' thread, and (collectives begun, facts, meeting)."""
         progress = self._job.progress
         return look_at(*progress.thread), (group_sequences(), progress.facts(), progress.meeting)
@@ -203,7 +203,7 @@ class Watchdog(threading.Thread):
             return False
         return all(backend == "gloo" for _, _, backend in group_facts())
 
-    def _follow(self, look: tuple[Look, Any], now: float, was_late: bool) -> None:
+    def _compare_looks(self, look: tuple[Look, Any], now: float, was_late: bool) -> None:
         """Compare a new look with the last one; if the rank has moved, restart its clocks.
 
         `was_late` is True if this process was not running for a while.
@@ -217,14 +217,14 @@ class Watchdog(threading.Thread):
         elif look[0].state != "S" or look[0].ticks - before[0].ticks > _OWN_TICKS:
             self._still_since = now
         if self._is_counted and (self._still_since == now or not look[0].wait):
-            self._is_counted, self._quiet = False, None
+            self._is_counted, self._last_traffic = False, None
             self._store.add(self._job.key("moves"), 1)
             self._store.add(self._job.key("waiting"), -1)
 
-    def _says(self) -> dict[str, Any]:
+    def _own_report(self) -> dict[str, Any]:
         """Return the report of where this rank is, as facts that JSON can express."""
         if self._look is None:
-            self._look = self._look_here()
+            self._look = self._look_at_own_thread()
         look = self._look[0]
         wait = look.wait or ("" if self._can_be_certain() else self._job.progress.verb)
         is_waiting = time.monotonic() - self._steady_since >= STILL_S
@@ -239,57 +239,57 @@ class Watchdog(threading.Thread):
 
     # The state of all ranks.
 
-    def _look_around(self) -> None:
+    def _vote_on_deadlock(self) -> None:
         """Vote that no rank can go on, if all wait and no data is under way.
 
         The rank that votes last ends the group.
         """
         present = [r for r in range(self._job.size) if not self._has_left(r)]
         if self._store.add(self._job.key("waiting"), 0) < len(present):
-            self._quiet = None
+            self._last_traffic = None
             return
         moves = self._store.add(self._job.key("moves"), 0)
         others = tables_of_others(self._job, self._store)
         moved = traffic(others, store_port(self._store))
         if moved is None or moved.waiting_bytes:
-            self._quiet = None
+            self._last_traffic = None
             return
-        before = self._quiet
+        before = self._last_traffic
         looks = before[2] + 1 if before is not None and before[:2] == (moves, moved) else 0
-        self._quiet = (moves, moved, looks)
+        self._last_traffic = (moves, moved, looks)
         if looks < _QUIET_LOOKS or self._voted == moves:
             return
         self._voted = moves
         # The key contains the number of moves, so votes expire as soon as any rank moves on.
         name = self._job.key(f"votes/{moves}")
-        self._store.set(f"{name}/{self._job.rank}", json.dumps(self._says()))
+        self._store.set(f"{name}/{self._job.rank}", json.dumps(self._own_report()))
         if self._store.add(name, 1) == len(present):
             texts = self._store.multi_get([f"{name}/{rank}" for rank in present])
-            told = {rank: json.loads(text) for rank, text in zip(present, texts, strict=True)}
-            problem = verdict(told)
+            reports = {rank: json.loads(text) for rank, text in zip(present, texts, strict=True)}
+            problem = verdict(reports)
             if problem is not None:
-                self._give_up(problem)
+                self._end_group(problem)
 
     def _has_left(self, rank: int) -> bool:
         return self._absent.get(rank, {}).get("kind") == "left"
 
-    def _give_up(self, problem: Problem) -> None:
+    def _end_group(self, problem: Problem) -> None:
         """End the group with this problem, or with that of a rank that has reported one before."""
-        bury(self._job, self._store, claim(self._job, self._store, problem))
+        end_group(self._job, self._store, claim(self._job, self._store, problem))
 
     # Events from other ranks.
 
-    def _hear(self) -> None:
+    def _read_events(self) -> None:
         """Read and handle all new events in the store."""
-        newest = self._store.add(self._job.lasting("events"), 0)
-        while self._heard < newest:
-            key = self._job.lasting(f"event/{self._heard + 1}")
+        newest = self._store.add(self._job.group_key("events"), 0)
+        while self._last_event < newest:
+            key = self._job.group_key(f"event/{self._last_event + 1}")
             if not self._store.check([key]):
                 return  # The rank has taken this number but not written the event yet.
-            self._heard += 1
-            self._take(json.loads(self._store.get(key)))
+            self._last_event += 1
+            self._handle(json.loads(self._store.get(key)))
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _handle(self, event: dict[str, Any]) -> None:
         """Handle one event (`job.post`)."""
         kind, rank = event["kind"], event["rank"]
         if kind == "dead":
@@ -305,33 +305,35 @@ class Watchdog(threading.Thread):
         """End the group on this rank, too, if another rank has ended it."""
         key = self._job.key("verdict")
         if self._store.check([key]) and self._store.get(key).decode() == DEAD:
-            bury(self._job, self._store, first_cause(self._job, self._store))
+            end_group(self._job, self._store, first_cause(self._job, self._store))
 
     def _judge_meetings(self) -> None:
         """End the group if this rank and a rank that waits or has left will certainly never meet.
 
         Two looks in a row must find this.
         """
-        at = self._job.progress.meeting
-        if at is None:
-            self._met = ""
-        elif at.key != self._met:
-            self._met = at.key  # Report it if this rank still waits at the next look.
-        elif at.key != self._told:
-            self._told = at.key
-            post(self._job, self._store, "waits", says_of_meeting(self._job, at))
+        meeting = self._job.progress.meeting
+        if meeting is None:
+            self._last_meeting = ""
+        elif meeting.key != self._last_meeting:
+            self._last_meeting = meeting.key  # Report it if this rank still waits at the next look.
+        elif meeting.key != self._reported_meeting:
+            self._reported_meeting = meeting.key
+            post(self._job, self._store, "waits", meeting_report(self._job, meeting))
         found = None
-        if at is not None and self._store.check([door(at.key)]):
+        if meeting is not None and self._store.check([all_arrived_key(meeting.key)]):
             return  # All ranks have arrived; this rank will wake up and go on.
-        for rank, told in list(self._absent.items()):
-            if told["kind"] == "waits" and self._store.check([door(str(told["meeting"]))]):
+        for rank, report in list(self._absent.items()):
+            if report["kind"] == "waits" and self._store.check(
+                [all_arrived_key(str(report["meeting"]))]
+            ):
                 del self._absent[rank]
-            elif where := will_not_come(self._job, told):
+            elif where := will_not_come(self._job, report):
                 found = rank, where
                 break
-        if found is not None and found == self._in_vain:
-            self._give_up(missed(self._job, self._absent[found[0]], found[1]))
-        self._in_vain = found
+        if found is not None and found == self._last_unmet:
+            self._end_group(missed(self._job, self._absent[found[0]], found[1]))
+        self._last_unmet = found
 
     # Processes of other ranks on this machine.
 
@@ -355,33 +357,35 @@ class Watchdog(threading.Thread):
             looked = now
             if was_late or not self.is_store_silent():
                 since = now
-            elif now - since >= STOPPED_S and (self.is_asked or self._look_here()[0].needs_store):
-                told = self._stopped(0, self._server.process)
-                self._job.fix, self._job.cause = told.fix or "", told.what
+            elif now - since >= STOPPED_S and (
+                self.is_asked or self._look_at_own_thread()[0].needs_store
+            ):
+                problem = self._stopped(0, self._server.process)
+                self._job.fix, self._job.cause = problem.fix or "", problem.what
                 # Close connections to the store, too, since the verbs' thread may be waiting there.
                 close_between_ranks(self._beside.tables() + self._server.table())
 
-    def _look_beside(self, now: float) -> None:
+    def _look_at_processes(self, now: float) -> None:
         """End the group if another rank's process is stopped, or ended without gloo noticing."""
-        verb, at = self._job.progress.verb, self._job.progress.meeting
+        verb, meeting = self._job.progress.verb, self._job.progress.meeting
         is_still = now - self._steady_since >= STILL_S
         is_long = now - self._steady_since >= STOPPED_S
         # gloo notices a broken connection by itself, but a rank that waits in the store does not.
-        awaited = at.ranks if at is not None else ()
-        if at is None and verb == NEEDS_ALL and not self._can_be_certain():
+        awaited = meeting.ranks if meeting is not None else ()
+        if meeting is None and verb == NEEDS_ALL and not self._can_be_certain():
             awaited = tuple(self._beside)
         for rank in self._beside:
             since = self._beside.stopped_since(rank, now)
             if since is not None and now - since >= STOPPED_S:
-                return self._give_up(self._stopped(rank, self._beside.process(rank)))
+                return self._end_group(self._stopped(rank, self._beside.process(rank)))
             if rank in awaited and is_long and self._beside.is_gone(rank):
-                return self._give_up(self._died(rank))
-        if at is not None and is_still and self._can_be_certain():
+                return self._end_group(self._died(rank))
+        if meeting is not None and is_still and self._can_be_certain():
             published = tables(self._job, self._store)
             own, port = published.pop(self._job.rank, "[]"), store_port(self._store)
             for rank in awaited:
                 if is_cut_off(own, published.get(rank, "[]"), port):
-                    return self._give_up(self._died(rank))
+                    return self._end_group(self._died(rank))
 
     def _died(self, rank: int) -> Problem:
         """Return the problem of a rank whose process has ended while this rank waits for it."""
@@ -391,6 +395,6 @@ class Watchdog(threading.Thread):
 
     def _stopped(self, rank: int, process: int | None) -> Problem:
         """Return the problem of a rank whose process is stopped while this rank waits for it."""
-        own = self._says()
+        own = self._own_report()
         where = own["running"] or own["waits"] or own["where"]
         return stopped(rank, process, self._job.rank, where)

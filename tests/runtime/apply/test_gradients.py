@@ -203,14 +203,14 @@ def calls_by_step(plan: dict[str, Any], orders: list[list[tuple[int, ...]]]) -> 
     inputs, targets = meshplan.local_batch(model, batch([0] * 8))
     out: list[str] = []
     asked = 0
-    ask = gradients._Agreement._ask
+    ask = gradients._Agreement._start_vote
 
     def count(*args: Any) -> Any:
         nonlocal asked
         asked += 1
         return ask(*args)
 
-    with mock.patch.object(gradients._Agreement, "_ask", count):
+    with mock.patch.object(gradients._Agreement, "_start_vote", count):
         for step in orders:
             model.order, asked = step[dist.get_rank() % len(step)], 0
             before = [p.to_local().clone() for p in model.parameters()]

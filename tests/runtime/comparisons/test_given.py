@@ -15,7 +15,7 @@ import meshplan
 from meshplan.plan.plan import make_plan
 from meshplan.runtime.base.digest import mark
 from meshplan.runtime.comparisons import given
-from meshplan.runtime.comparisons.given import axis_of_twins, is_telling
+from meshplan.runtime.comparisons.given import is_distinctive, repeated_axis
 from meshplan.runtime.trace.structure import graph_of
 
 DDP: dict[str, Any] = {"version": 1, "strategy": "ddp"}
@@ -213,12 +213,12 @@ def test_evaluation_is_not_compared(pool):
 
 
 def test_what_a_batch_can_tell():
-    assert is_telling(batch(0))
-    assert is_telling(torch.randint(0, 1000, (1, 64)))
-    assert not is_telling(torch.ones(4, 8))
-    assert not is_telling(torch.randn(1, 8).repeat(4, 1))
-    assert not is_telling((torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([0, 1])))
-    assert not is_telling(mark(torch.randn(4, 8), None))
+    assert is_distinctive(batch(0))
+    assert is_distinctive(torch.randint(0, 1000, (1, 64)))
+    assert not is_distinctive(torch.ones(4, 8))
+    assert not is_distinctive(torch.randn(1, 8).repeat(4, 1))
+    assert not is_distinctive((torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([0, 1])))
+    assert not is_distinctive(mark(torch.randn(4, 8), None))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_what_a_batch_can_tell():
 def test_twins_are_found_along_either_axis(numbers, axis):
     spec = meshplan.load_spec({"version": 1, "strategy": "hybrid_shard", "mesh": [2, 2]})
     plan = make_plan(spec, graph_of(net()), world_size=4)
-    assert axis_of_twins(numbers, plan) == axis
+    assert repeated_axis(numbers, plan) == axis
 
 
 def looks(steps: int) -> int:

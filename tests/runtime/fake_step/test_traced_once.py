@@ -25,7 +25,7 @@ from meshplan.memory.log.events import Term
 from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.plan.plan import make_plan
 from meshplan.runtime.fake_step import kernels
-from meshplan.runtime.fake_step.microbatch import trace_work
+from meshplan.runtime.fake_step.microbatch import trace_microbatch
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
 
@@ -82,7 +82,7 @@ def traced(how: str, plan: dict[str, Any]) -> tuple[int, int, int]:
     counts.clear()
     _TABLES.clear()
     batch = torch.zeros(2, 8), torch.zeros(2, 8)
-    work: MicrobatchTrace = trace_work(model, found, *batch, nn.functional.mse_loss)
+    work: MicrobatchTrace = trace_microbatch(model, found, *batch, nn.functional.mse_loss)
     live, most = 0, 0
     for event in work.log.events:
         live += event.delta
@@ -124,7 +124,7 @@ def _products() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
 
 
 def test_flops_are_of_the_product_that_is_asked_for() -> None:
-    kernels._TOLD.clear()
+    kernels._FLOPS_CACHE.clear()
     for _ in range(2):
         for func, args in _products():
             out = func(*args)
@@ -132,7 +132,7 @@ def test_flops_are_of_the_product_that_is_asked_for() -> None:
             rule: Any = flop_registry[func.overloadpacket]  # type: ignore[attr-defined]
             assert told is not None
             assert told.flops == rule(*args, out_val=out)
-    assert len(kernels._TOLD) == len(_products())
+    assert len(kernels._FLOPS_CACHE) == len(_products())
 
 
 def test_cycles_are_looked_for_as_before() -> None:
@@ -182,7 +182,7 @@ def terms_of_two_layers() -> dict[str, Term]:
     spec = load_spec({"version": 1, "strategy": "full_shard"})
     plan = make_plan(spec, graph_of(model), world_size=4)
     batch = torch.zeros(2, 8), torch.zeros(2, 4)
-    work = trace_work(model, plan, *batch, nn.functional.mse_loss)
+    work = trace_microbatch(model, plan, *batch, nn.functional.mse_loss)
     return {s.module: s.term for s in work.log.storages if s.phase == "forward"}
 
 

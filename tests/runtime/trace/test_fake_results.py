@@ -216,9 +216,9 @@ def test_most_operators_take_a_shorter_way() -> None:
         for _, run in _operators():
             x = torch.empty((2, 6, 4, 8), requires_grad=True)
             run(x).float().square().sum().backward()
-    legs = list(fake_dispatch._LEGS.values())
+    legs = list(fake_dispatch._STEPS.values())
     assert len(legs) > 80
-    assert legs.count(fake_dispatch._Leg.LONG) < len(legs) / 10
+    assert legs.count(fake_dispatch._DispatchStep.LONG) < len(legs) / 10
 
 
 def test_a_size_that_depends_on_numbers_is_left_open_where_that_is_asked_for():

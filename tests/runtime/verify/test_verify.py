@@ -300,7 +300,7 @@ def test_a_config_file_is_built_as_its_first_architecture(tmp_path):
 
 BYTES = StateBytes(1, 1, 1, 1)
 RANK = RankReport(
-    held=BYTES, predicted=BYTES, sent=(), num_collectives=1, collective_bytes=8, unknown=()
+    measured=BYTES, predicted=BYTES, sent=(), num_collectives=1, collective_bytes=8, unknown=()
 )
 TRAINED = TrainingRun(losses=(1.0, 0.9, 0.8), norms=(1.0, 1.0))
 SHIFT = Shift(name="w", is_buffer=False, is_visible=True, moved=1.0, apart=0.005, allowed=0.01)
@@ -331,7 +331,7 @@ SENT = (RouteDifference(Route("all_reduce", ("tp",), 8), 1, 2),)
             {"moved": StateComparison(shifts=(replace(SHIFT, moved=0.0, apart=1, allowed=0),))},
             ["parameters"],
         ),
-        ({"ranks": (replace(RANK, held=StateBytes(1, 1, 1, 2)),)}, ["bytes held"]),
+        ({"ranks": (replace(RANK, measured=StateBytes(1, 1, 1, 2)),)}, ["bytes held"]),
         ({"ranks": (replace(RANK, sent=SENT),)}, ["collectives"]),
         ({"ranks": (replace(RANK, sent=SENT, unknown=("axis pp",)),)}, []),
     ],

@@ -100,9 +100,9 @@ def introduced() -> list[int]:
     """The ranks whose processes are known before any watchdog's thread has come to do anything."""
     with mock.patch.object(watchdog.Watchdog, "run", return_value=None), meshplan.guarded():
         dist.barrier()
-        assert guard._dog is not None
-        guard._dog._beside.meet()
-        return sorted(guard._dog._beside)
+        assert guard._watchdog is not None
+        guard._watchdog._beside.meet()
+        return sorted(guard._watchdog._beside)
 
 
 def test_a_rank_may_be_stopped_as_soon_as_it_has_begun(pool):
@@ -376,7 +376,7 @@ def test_ranks_that_wait_for_slow_connections_are_let_alone(pool):
 
 def read_slowly() -> None:
     """Read data until the others complain, and a little longer."""
-    while guard._job.store.add(guard._job.lasting("notices"), 0) == 0:
+    while guard._job.store.add(guard._job.group_key("notices"), 0) == 0:
         time.sleep(0.05)
     time.sleep(0.5)
 
@@ -439,9 +439,9 @@ def test_a_rank_that_has_died_is_told_of_once_nothing_moves_for_long(steady_s, i
     meeting = mock.Mock(ranks=(0, 1))
     dog = mock.Mock(
         _job=mock.Mock(progress=mock.Mock(verb="train_step", meeting=meeting)), _beside=beside,
-        _steady_since=100.0 - steady_s, _can_be_certain=lambda: False, _give_up=given_up.append,
+        _steady_since=100.0 - steady_s, _can_be_certain=lambda: False, _end_group=given_up.append,
     )  # fmt: skip
-    watchdog.Watchdog._look_beside(dog, 100.0)
+    watchdog.Watchdog._look_at_processes(dog, 100.0)
     assert given_up == ([dog._died(1)] if is_told else [])
 
 

@@ -62,7 +62,7 @@ class ContextParallelism:
         hides = self._feed.hides_tokens(args, kwargs)
         if hides is not None:
             mode.refused = MASKED if hides else None
-            self._tell(mode.refused)
+            self._raise_on_all_ranks(mode.refused)
         stated = self._plan.spec.batch.seq_len
         part = stated // mode.parts.size if stated is not None else None
         length = sequence_length((args, kwargs), part)
@@ -77,9 +77,9 @@ class ContextParallelism:
         assert mode is not None
         if mode.trial is None:
             mode.is_fed = False
-            self._tell(mode.refused)
+            self._raise_on_all_ranks(mode.refused)
 
-    def _tell(self, problem: Problem | None) -> None:
+    def _raise_on_all_ranks(self, problem: Problem | None) -> None:
         is_refused = torch.tensor(float(problem is not None), device=device())
         dist.all_reduce(is_refused, op=dist.ReduceOp.MAX)
         if numbers(is_refused, float(problem is not None)):

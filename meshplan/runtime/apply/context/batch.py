@@ -107,23 +107,23 @@ def local_sequence(plan: Plan, batch: Any) -> Any:
         if not has_sequence(tensor, length):
             return tensor
         pieces = tensor.chunk(chunks, 1)
-        held = [[pieces[i] for i in context.chunks(size, at)] for at in range(size)]
+        of_rank = [[pieces[i] for i in context.chunks(size, at)] for at in range(size)]
         if not tensor.is_floating_point() and plan.spec.loss == "mean":
-            _warn_if_uneven(held)
-        return torch.cat(held[rank], 1)
+            _warn_if_uneven(of_rank)
+        return torch.cat(of_rank[rank], 1)
 
     return mapped(batch, part)
 
 
-def _warn_if_uneven(held: list[list[torch.Tensor]]) -> None:
+def _warn_if_uneven(of_rank: list[list[torch.Tensor]]) -> None:
     """Warn if ranks have different numbers of ignored targets.
 
     The mean over ranks of their mean losses then differs from the mean loss over all targets.
 
     Args:
-        held: For each rank of cp, its pieces of a tensor of targets.
+        of_rank: For each rank of cp, its pieces of a tensor of targets.
     """
-    counts = {sum(int((piece == _IGNORED).sum()) for piece in pieces) for pieces in held}
+    counts = {sum(int((piece == _IGNORED).sum()) for piece in pieces) for pieces in of_rank}
     if len(counts) > 1:
         warnings.warn(
             f"the ranks of cp have different numbers of targets equal to {_IGNORED}: if the loss "

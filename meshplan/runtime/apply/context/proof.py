@@ -203,10 +203,10 @@ def _run_part(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def raise_remote(problem: Problem | None) -> None:
     """Raise, on every rank, the problem of the first rank that has one."""
-    told: list[Problem | None] = [problem] * dist.get_world_size()
+    problems: list[Problem | None] = [problem] * dist.get_world_size()
     if not is_fake_execution():
-        dist.all_gather_object(told, problem)
-    for each in told:
+        dist.all_gather_object(problems, problem)
+    for each in problems:
         if each is not None:
             raise ApplyError(each)
 
@@ -347,10 +347,10 @@ def _nothing_equal(model: nn.Module) -> Iterator[None]:
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
     for name, parameter in model.named_parameters():
         local = local_of(parameter.detach())
-        telling = noise(name, local, parameter.shape[-1]) if parameter.ndim > 1 else None
-        if telling is not None:
+        random = noise(name, local, parameter.shape[-1]) if parameter.ndim > 1 else None
+        if random is not None:
             before.append((local, local.flatten()[0].clone()))
-            local.copy_(telling)
+            local.copy_(random)
     try:
         yield
     finally:

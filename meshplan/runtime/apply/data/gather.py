@@ -100,8 +100,8 @@ def global_mean(
         raise ApplyError(Problem(what, fix=fix))
     if is_fake(total):
         return total.reshape(()).to(torch.promote_types(total.dtype, torch.float32))
-    told = [total.detach().reshape(()), torch.as_tensor(count, device=total.device).reshape(())]
-    sums = torch.stack([each.double() for each in told])
+    terms = [total.detach().reshape(()), torch.as_tensor(count, device=total.device).reshape(())]
+    sums = torch.stack([each.double() for each in terms])
     ranks = 1
     if not is_fake_execution() and dist.is_initialized() and dist.get_world_size() > 1:
         found = _find(model, "global_mean")
@@ -223,10 +223,10 @@ def _check_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     high, low = both.tolist()
     if high == -low:
         return
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (dist.get_rank(), words), group=group)
-    rank, own = told[0]
-    other, others = next(each for each in told if each[1] != own)
+    shapes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(shapes, (dist.get_rank(), words), group=group)
+    rank, own = shapes[0]
+    other, others = next(each for each in shapes if each[1] != own)
     raise ApplyError(
         Problem(
             f"gather_batch was given {own} on rank {rank} and {others} on rank {other}",

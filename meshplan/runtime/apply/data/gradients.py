@@ -63,13 +63,13 @@ class _Backward:
         real: Ids of parameters that had a gradient in one of these backwards, or before them.
         filled: Ids of parameters whose missing gradient was set to zeros in one of them.
         reductions: Number of reductions of units that have begun.
-        asked: The vote that was started early, before one of these reductions; None if none was.
+        vote: The vote that was started early, before one of these reductions; None if none was.
     """
 
     real: set[int] = field(default_factory=set)
     filled: set[int] = field(default_factory=set)
     reductions: int = 0
-    asked: _GradientVote | None = None
+    vote: _GradientVote | None = None
 
 
 class _Agreement:
@@ -106,7 +106,7 @@ class _Agreement:
         # A vote may start early only if every unit reduces. Otherwise, ranks that call units in
         # different orders would start it between different reductions.
         all_reduce = all(any(p.requires_grad for p in own) for own in self.by_unit.values())
-        self.may_ask_early = all_reduce and not self.alone and not is_fake_execution()
+        self.may_vote_early = all_reduce and not self.alone and not is_fake_execution()
 
     def _fill(self, param: nn.Parameter, has_gradient: bool) -> bool:
         """Record whether a parameter of a unit that is about to reduce has a gradient.
@@ -134,8 +134,8 @@ class _Agreement:
         # All ranks agreed on `reductions` in the previous step, so all start the vote between the
         # same two reductions.
         is_last = self.backward.reductions == self.reductions
-        if is_last and self.may_ask_early and device().type == "cpu":
-            self.backward.asked = self._ask(self.backward)
+        if is_last and self.may_vote_early and device().type == "cpu":
+            self.backward.vote = self._start_vote(self.backward)
 
     def _finish(self) -> None:
         """After a step's last backward, average gradients outside of units, and remove zeros.
@@ -148,20 +148,20 @@ class _Agreement:
         for param in self.alone:
             self._average(param, done)
         self.steps += 1
-        if done.asked is not None:
-            exist = self._heard(done.asked)
-        if done.asked is None or done.reductions != self.reductions:
-            asked = self._ask(done)
+        if done.vote is not None:
+            exist = self._result_of(done.vote)
+        if done.vote is None or done.reductions != self.reductions:
+            vote = self._start_vote(done)
             is_due = device().type == "cpu" or self.steps < _EVERY or self.steps % _EVERY == 0
             if not done.filled - done.real and not is_due:
                 return  # This rank filled no gradient, so the vote removes none.
-            exist = self._heard(asked)
+            exist = self._result_of(vote)
         self.reductions = done.reductions
         for param, exists in zip(self.params, exist, strict=True):
             if not exists:
                 param.grad = None
 
-    def _ask(self, done: _Backward) -> _GradientVote:
+    def _start_vote(self, done: _Backward) -> _GradientVote:
         missing = done.filled - done.real
         own: list[int] = [id(param) not in missing for param in self.params]
         own += [self.calls, -self.calls]
@@ -169,14 +169,14 @@ class _Agreement:
         work = dist.all_reduce(every, dist.ReduceOp.MAX, group=self.group, async_op=True)
         return _GradientVote(own, every, work)
 
-    def _heard(self, asked: _GradientVote) -> list[int]:
+    def _result_of(self, vote: _GradientVote) -> list[int]:
         """Wait for a vote; return, per trained parameter, 1 if any rank has a gradient, else 0.
 
         Raises:
             ApplyError: The ranks reduced different units, or in a different order.
         """
-        asked.work.wait()
-        *exist, largest, smallest = numbers(asked.every, asked.own)
+        vote.work.wait()
+        *exist, largest, smallest = numbers(vote.every, vote.own)
         if largest != -smallest:
             raise ApplyError(_other_calls())
         return exist

@@ -64,11 +64,11 @@ def _compare(trained: set[str]) -> None:
         ApplyError: On every rank, naming one parameter that differs.
     """
     come_together("the first forward after parameters were frozen or unfrozen")
-    told: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(told, trained)
-    for rank, others in enumerate(told):
-        if differ := sorted(others ^ told[0]):
-            has, lacks = (0, rank) if differ[0] in told[0] else (rank, 0)
+    gathered: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(gathered, trained)
+    for rank, others in enumerate(gathered):
+        if differ := sorted(others ^ gathered[0]):
+            has, lacks = (0, rank) if differ[0] in gathered[0] else (rank, 0)
             raise ApplyError(
                 Problem(
                     f"{differ[0]} requires a gradient on rank {has}, but not on rank {lacks}",

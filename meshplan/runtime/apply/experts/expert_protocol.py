@@ -87,10 +87,10 @@ def expert_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     """
     if plan.mesh.size("ep") == 1:
         return
-    told: set[str] = set()
+    reported: set[str] = set()
     for fqn, found in find_protocols(model, plan).items():
-        if isinstance(found, str) and found not in told:
-            told.add(found)
+        if isinstance(found, str) and found not in reported:
+            reported.add(found)
             kind = type(model.get_submodule(fqn)).__name__
             yield Problem(
                 f"'{fqn}' ({kind}) cannot compute with a subset of its experts: {found}",
@@ -103,13 +103,13 @@ def expert_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 def find_protocols(model: nn.Module, plan: Plan) -> dict[str, Protocol | str]:
     """Return, for every expert-parallel module by fqn, its protocol, or the reason why it has none.
 
-    Of modules that compute the same function (`_likeness`), only one is tested.
+    Of modules that compute the same function (`_function_key`), only one is tested.
     """
     known: dict[object, Protocol | str] = {}
     out = {}
     for fqn, use in plan.assignment.experts.items():
         module = model.get_submodule(fqn)
-        key = (use.num_experts, _likeness(module))
+        key = (use.num_experts, _function_key(module))
         before = _tried.get(module)
         if before is not None and before[0] == key:
             known[key] = before[1]
@@ -120,14 +120,14 @@ def find_protocols(model: nn.Module, plan: Plan) -> dict[str, Protocol | str]:
     return out
 
 
-def find_for_twin(model: nn.Module, twin: nn.Module, plan: Plan) -> None:
-    """Reuse the test results of `model` for its copy `twin`, whose parameters may lack values."""
+def reuse_protocols(model: nn.Module, other: nn.Module, plan: Plan) -> None:
+    """Reuse the test results of `model` for its copy `other`, whose parameters may lack values."""
     for fqn, found in (find_protocols(model, plan) if plan.mesh.size("ep") > 1 else {}).items():
-        module = twin.get_submodule(fqn)
-        _tried[module] = (plan.assignment.experts[fqn].num_experts, _likeness(module)), found
+        module = other.get_submodule(fqn)
+        _tried[module] = (plan.assignment.experts[fqn].num_experts, _function_key(module)), found
 
 
-def _likeness(module: nn.Module) -> object:
+def _function_key(module: nn.Module) -> object:
     """Return a key that is equal for modules that compute the same function."""
 
     def plain(part: nn.Module) -> Iterator[object]:

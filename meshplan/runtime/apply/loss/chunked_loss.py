@@ -80,7 +80,7 @@ class _HeadRequest:
     chunks: int
 
 
-_ASKED: Final[ContextVar[_HeadRequest | None]] = ContextVar("asked", default=None)
+_REQUEST: Final[ContextVar[_HeadRequest | None]] = ContextVar("request", default=None)
 """The request during a call of the head for a loss; None during calls for logits."""
 
 
@@ -101,15 +101,15 @@ def apply_chunked_loss(model: nn.Module, plan: Plan) -> Callable[[], None]:
     forward, chunks = head.forward, use.chunks
 
     def give(x: torch.Tensor) -> torch.Tensor:
-        asked = _ASKED.get()
-        if asked is None:
+        request = _REQUEST.get()
+        if request is None:
             return forward(x)
-        return _loss_of(x, head, asked)
+        return _loss_of(x, head, request)
 
-    def put_off(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def defer_head(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         mode = ChunkedLossMode.now.get()
         given = [*args, *kwargs.values()]
-        if mode is None or len(given) != 1 or _ASKED.get() is not None:
+        if mode is None or len(given) != 1 or _REQUEST.get() is not None:
             return call(*args, **kwargs)
         (x,) = given
         if torch.is_grad_enabled() and not x.requires_grad:
@@ -118,17 +118,17 @@ def apply_chunked_loss(model: nn.Module, plan: Plan) -> Callable[[], None]:
 
         def take(scores: Scores) -> torch.Tensor:
             mode.took()
-            token = _ASKED.set(_HeadRequest(scores, chunks))
+            token = _REQUEST.set(_HeadRequest(scores, chunks))
             try:
                 loss: torch.Tensor = call(x)
             finally:
-                _ASKED.reset(token)
+                _REQUEST.reset(token)
             return loss
 
         return LazyLogits.of(x, head.out_features, _dtype_of(x, plan, use.head), take)
 
     head.forward = give
-    return lambda: intercept_calls(head, put_off)
+    return lambda: intercept_calls(head, defer_head)
 
 
 def _dtype_of(x: torch.Tensor, plan: Plan, head: str) -> torch.dtype:
@@ -140,12 +140,12 @@ def _dtype_of(x: torch.Tensor, plan: Plan, head: str) -> torch.dtype:
     return getattr(torch, plan.assignment.tensors[weight.fqn].compute_dtype)
 
 
-def _loss_of(x: torch.Tensor, head: nn.Linear, asked: _HeadRequest) -> torch.Tensor:
+def _loss_of(x: torch.Tensor, head: nn.Linear, request: _HeadRequest) -> torch.Tensor:
     """Compute the requested loss of the head's input.
 
     Shape: x (..., width) -> ().
     """
-    scores = asked.scores
+    scores = request.scores
     target = scores.target.flatten()
     is_kept = target != scores.ignore_index
     scale = None
@@ -159,7 +159,7 @@ def _loss_of(x: torch.Tensor, head: nn.Linear, asked: _HeadRequest) -> torch.Ten
         is_kept,
         scale,
         scores,
-        asked.chunks,
+        request.chunks,
         torch.is_grad_enabled(),
     )
     # Autocast computes cross-entropy in float32.

@@ -49,7 +49,9 @@ def initialise(
     """
     _share_random_state()
     on_meta = {
-        fqn: tensor for fqn in names if (tensor := _held(model, fqn)) is not None and tensor.is_meta
+        fqn: tensor
+        for fqn in names
+        if (tensor := _tensor_at(model, fqn)) is not None and tensor.is_meta
     }
     steps = _watched(model, on_meta)
     last = {fqn: number for number, step in enumerate(steps) for fqn in step.writes}
@@ -60,19 +62,19 @@ def initialise(
     try:
         for number, step in enumerate(steps):
             for fqn in sorted(step.writes - real):
-                _hold(model, names[fqn], _blank_like(on_meta[fqn]))
+                _register(model, names[fqn], _blank_like(on_meta[fqn]))
                 real.add(fqn)
             step.run()
             for fqn in sorted(f for f in step.writes if last[f] == number):
-                value = _held(model, fqn)
+                value = _tensor_at(model, fqn)
                 assert value is not None
                 _check_written(value, fqn)
                 keep(fqn, value.detach())
-                _hold(model, names[fqn], on_meta[fqn])
+                _register(model, names[fqn], on_meta[fqn])
                 real.discard(fqn)
     finally:
         for fqn in real:
-            _hold(model, names[fqn], on_meta[fqn])
+            _register(model, names[fqn], on_meta[fqn])
 
 
 def _share_random_state() -> None:
@@ -187,12 +189,12 @@ def _own(module: nn.Module) -> dict[str, torch.Tensor]:
     return {leaf: tensor for leaf, tensor in both.items() if tensor is not None}
 
 
-def _held(model: nn.Module, fqn: str) -> torch.Tensor | None:
+def _tensor_at(model: nn.Module, fqn: str) -> torch.Tensor | None:
     module, _, leaf = fqn.rpartition(".")
     return _own(model.get_submodule(module)).get(leaf)
 
 
-def _hold(model: nn.Module, names: tuple[str, ...], tensor: torch.Tensor) -> None:
+def _register(model: nn.Module, names: tuple[str, ...], tensor: torch.Tensor) -> None:
     """Register a tensor in the model under all these names."""
     for name in names:
         path, _, leaf = name.rpartition(".")

@@ -15,7 +15,7 @@ from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.pytree import fill, opaque_in, tensors_in
 
 
-def told_to_all(
+def broadcast_output(
     output: Any, form: Any, group: dist.ProcessGroup, *, is_source: bool, source: int
 ) -> Any:
     """Broadcast a pytree of tensors from one rank of a group to all others.

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.plan.plan import Plan
 from meshplan.plan.restrict import restrict
-from meshplan.runtime.apply.experts.expert_protocol import find_for_twin
+from meshplan.runtime.apply.experts.expert_protocol import reuse_protocols
 from meshplan.runtime.apply.parameters.materialize import InitialValues
 from meshplan.runtime.apply.pipeline.hooks import hooks_of
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
@@ -48,12 +48,10 @@ def apply_pipeline(
         module = make_stage(model, plan.graph, stages, stage)
         hooks = hooks_of(module, dict.fromkeys(unit for unit, _ in stages.units))
         part = restrict(plan, stage)
-        held = part.assignment.tensors
-        find_for_twin(model, module, part)
+        own = part.assignment.tensors
+        reuse_protocols(model, module, part)
         is_compiled = compiles(module, part)  # Wrapping intercepts calls as compiling does.
-        wrap(
-            module, part, mesh, InitialValues({f: v for f, v in values.local.items() if f in held})
-        )
+        wrap(module, part, mesh, InitialValues({f: v for f, v in values.local.items() if f in own}))
         replay = Replay(stage)  # Ends a forward early, but never inside a unit of `part`.
         watch_calls(module, hooks, replay)
         if not is_compiled:  # An active torch function mode would be compiled in.

@@ -16,7 +16,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.layout.schedules import SCHEDULES, actions, forward_only, released
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.data.data import set_gradient_sync
-from meshplan.runtime.apply.pipeline.answer import as_inputs, told_to_all
+from meshplan.runtime.apply.pipeline.answer import as_inputs, broadcast_output
 from meshplan.runtime.apply.pipeline.program import make_program
 from meshplan.runtime.apply.pipeline.run import (
     InputForm,
@@ -125,7 +125,7 @@ class PipelinedModule(nn.Module):
             )
         inputs = as_inputs(self._hidden[0], args, kwargs)
         output = self.eval_step(inputs)
-        return told_to_all(
+        return broadcast_output(
             output,
             self._form(inputs).program.answer,
             self.group,
@@ -273,13 +273,13 @@ class PipelinedModule(nn.Module):
         if failed:
             self._forms.clear()  # Exchanged shapes may be incomplete.
             is_own = run.failure is not None and not isinstance(run.failure, RemoteFailure)
-            told: list[Any] = [None] * dist.get_world_size(group)
+            failures: list[Any] = [None] * dist.get_world_size(group)
             own = f"{type(run.failure).__name__}: {run.failure}" if is_own else ""
-            dist.all_gather_object(told, (dist.get_rank(), own), group=group)
+            dist.all_gather_object(failures, (dist.get_rank(), own), group=group)
             if is_own:
                 assert run.failure is not None
                 raise run.failure
-            rank, text = next((rank, text) for rank, text in told if text)
+            rank, text = next((rank, text) for rank, text in failures if text)
             raise ApplyError(Problem(f"the step failed on rank {rank}: {text}"))
         if has_poison:
             raise ApplyError(

@@ -69,16 +69,16 @@ def compute_locally(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
     @wraps(forward)
     def local(*args: Any, **kwargs: Any) -> Any:
         names = [name for name, value in module._parameters.items() if value is not None]
-        held = {name: value for name, value in vars(module).items() if name in names}
+        shadowed = {name: value for name, value in vars(module).items() if name in names}
         try:
             for name in names:
                 # An instance attribute hides the parameter of the same name.
-                vars(module)[name] = own(name, held.get(name, module._parameters[name]))
+                vars(module)[name] = own(name, shadowed.get(name, module._parameters[name]))
             return forward(*_plain(args), **{k: _plain((v,))[0] for k, v in kwargs.items()})
         finally:
             for name in names:
                 vars(module).pop(name, None)
-            vars(module).update(held)
+            vars(module).update(shadowed)
 
     module.forward = local
 
