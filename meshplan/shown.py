@@ -231,7 +231,7 @@ class _OneLine:
     def _string(self, value: str) -> str:
         """Return the `repr` of a string, of its beginning if it is long."""
         if self._num_items is None or len(value) <= _MOST_TEXT:
-            # A string that surely has no room is not escaped.
+            # Escape only the characters that may fit, and one more to notice that they do not.
             return repr(value[: self._room + 1])
         most = _MOST_TEXT if self._num_items else 8
         return f"{value[:most]!r}… {len(value):,} characters"

@@ -87,7 +87,7 @@ def _from_both_ends(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
         finally:
             if copy > 0:
                 os.kill(copy, signal.SIGKILL)
-                with suppress(ChildProcessError):  # Other code may have waited for the copy.
+                with suppress(ChildProcessError):  # Other code may have reaped the child already.
                     os.waitpid(copy, 0)
     # Repeat the pieces on which the copy failed, so that their error is raised in this process.
     done += [work(piece) for piece in pieces[len(done) : len(pieces) - len(found)]]

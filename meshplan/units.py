@@ -162,7 +162,7 @@ FORMS: Final[Mapping[Callable[[str], int | float], tuple[dict[str, Any], str]]] 
     ),
 }
 """For each parser, the JSON Schema of the numbers that it accepts, and a regular expression of the
-texts, which lets through what only arithmetic tells, such as a count that is not whole."""
+texts. It also matches texts that only arithmetic can reject, such as a count that is not whole."""
 
 
 def format_bytes(num_bytes: int | float) -> str:

@@ -348,7 +348,7 @@ def estimate_memory(
             raise
         except (PlanError, OtherModelError) as error:
             if graph is not None and planned is None and rehearse is None:
-                raise  # `make_plan` refused the modules of the model, which a trace has too.
+                raise  # `make_plan` refused the model's modules, which are the same in a trace.
             why = error.problems[0].what
             report(f"the config alone is not enough, so the step is traced with torch: {why}")
         else:

@@ -84,8 +84,8 @@ def spec_in_force(
         source: The plan and its model.
         spec: The plan as it is read.
         found: (graph, rehearse), as `find_model` returns them.
-        noted: Called with one line on which lock the plan uses, or why it uses none; not called if
-            there is no lock and the plan needs none.
+        noted: Called with a line that names the lock in use, or says why none is used; not called
+            if there is no lock and the plan needs none.
         report: Called with lines on the progress.
         lock: The lock that the user named; None takes the lock next to the plan file.
 

@@ -57,8 +57,8 @@ def search_plan(
         overrides: `KEY=VALUE` statements that change the plan.
         report: Called with a line for each better plan.
         is_stopped: Asked regularly; if it returns True, the search ends with the best plan so far.
-        other_layouts: If True, also search the fastest plan with tp, with pp, with two data axes,
-            and with one data axis alone, as far as the chosen plan is not of that kind:
+        other_layouts: If True, also search the fastest plan of each kind of layout that the chosen
+            plan is not of: with tp, with pp, with two data axes, with one data axis alone. They are
             `Decision.other_layouts`. Not with `solve.objective: memory`.
         given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
             `memory` and `profile`.

@@ -53,7 +53,7 @@ def retarget(
         plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         hardware: The changed fields: `{"nodes": 4, "gpu": "h200"}`, or "nodes=4,gpu=h200".
         overrides: `KEY=VALUE` statements that change the plan.
-        old: The plan that runs now; None takes that of the plan file and its lock, as in `decide`.
+        old: The plan that runs now; if None, `decide` reads it from the plan file and its lock.
         report: Called with a line for each better plan.
         given: The model and the machine, by the names of `Source`: `model`, `config` and
             `profile`.

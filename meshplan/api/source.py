@@ -67,7 +67,7 @@ class Source:
         return (self.model, self.config) != (None, None)
 
     def entry(self, spec: Spec) -> tuple[str, Origin] | None:
-        """Return ("pkg.mod:function", the place that states it); None if no function is the model.
+        """Return ("pkg.mod:function", where it is stated); None if no function builds the model.
 
         Args:
             spec: The plan as it is read; its model counts if the caller names none.

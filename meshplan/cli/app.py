@@ -314,7 +314,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
-        SpecError: Something is not known, which the message compares with what is.
+        SpecError: The verb has no such flag or argument; the message names the closest flag.
         SystemExit: The help was printed: asked for, or because no verb is given.
     """
     if not (sys.argv[1:] if argv is None else argv):
@@ -419,7 +419,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     problems/1, which has the keys of check/1.
 
     Args:
-        argv: The arguments after the program's name; None takes those of the process.
+        argv: The arguments after the program's name; if None, `sys.argv[1:]`.
     """
     leave_at_once()
     if argv is None:

@@ -260,7 +260,7 @@ class Reading:
             return self._exchanged(row, direction)
         kind = _SENT[row.op][direction]
         if row.op == "all_gather" and row.workspace_bytes and direction:
-            kind = ""  # All ranks then do the same work: backward only slices.
+            kind = ""  # All ranks have the same gradient, so backward slices it and sends nothing.
         size = float(self._size(row.makes[0]))
         if kind == "gather":  # Count the whole tensor, which is the output or the input.
             size = max(size, float(self._size(row.reads[0])))

@@ -211,7 +211,7 @@ def scene_of(
     )
 
 
-# A change may leave a picture as it was: a new micro batch does not change the map. Hence caches.
+# Pictures are cached, because many changes leave one as it was: micro does not change the mesh map.
 
 
 @lru_cache(maxsize=8)

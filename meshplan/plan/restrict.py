@@ -60,10 +60,10 @@ def _restricted(plan: Plan) -> Iterator[Plan]:
             for stage in every:
                 units[stage][fqn] = unit if stage == stages.num - 1 else _without_cast(unit)
         elif fqn not in where.outer:
-            # FSDP2 all-gathers a unit for backward when a gradient reaches the unit's output. This
-            # never happens for a module whose submodules are in different stages, or whose forward
-            # is called by name, so that only its callees are units of the pipeline: the stage does
-            # not return that module's output. The root's output is always what the stage returns.
+            # FSDP2 all-gathers a unit for backward when a gradient reaches the unit's output, so
+            # the stage must return that output. It does not if the module's submodules are in
+            # different stages, or if its forward is called by name, which makes only its callees
+            # units of the pipeline. For the root, the stage's own output serves.
             for stage in where.stages(fqn) or every:
                 if fqn in owning[stage]:
                     units[stage][fqn] = unit

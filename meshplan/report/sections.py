@@ -104,7 +104,7 @@ def about_plan(
 
 
 def about_memory(estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield tables of memory by rank and by category, and the steps from the textbook's figure."""
+    """Yield tables of memory by rank, by category, and from the textbook's figure to ours."""
     yield _groups(estimate).to_html()
     worst = estimate.worst
     where = f"in {worst.at.module}" if worst.at.module else f"for {worst.at.term}"

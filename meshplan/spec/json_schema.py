@@ -1,7 +1,7 @@
 """The JSON Schema of plan.yaml, made from the decoders that read it and the table of defaults.
 
-An editor with a YAML language server completes and checks a plan with it. It says what one key may
-be; what several keys contradict, and what a model lacks, only `meshplan check` finds.
+An editor with a YAML language server completes and checks a plan with it. The schema describes each
+key by itself. Keys that contradict each other or the model are found by `meshplan check` only.
 """
 
 from __future__ import annotations

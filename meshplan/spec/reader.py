@@ -75,7 +75,7 @@ def load_spec(
         plan = from_python(source, name, found)
     elif isinstance(source, (str, os.PathLike)):
         name = str(source)
-        if name in PERSONS_WORDS:  # With such a name, a file would count as input by the user.
+        if name in PERSONS_WORDS:  # Else the file would count as text that the user typed.
             name = os.path.join(os.curdir, name)
         text = read_text(name)
         plan = _YamlComposer(name, found, digest=digest_of(text)).compose(text)

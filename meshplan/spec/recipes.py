@@ -53,7 +53,7 @@ def _begins_a_plan(path: Path) -> bool:
             return False
         with path.open("rb") as file:
             lines = file.read(_MOST_HEAD).decode("utf-8", "replace").splitlines()
-    except OSError:  # A file that cannot be read is none that was meant.
+    except OSError:  # The user cannot have meant a file that cannot be read.
         return False
     first = next((line for line in lines if line.strip() and not line.startswith("#")), "")
     return re.match(r"""\{?\s*["']?version["']?\s*:""", first) is not None

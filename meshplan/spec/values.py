@@ -1,8 +1,8 @@
 """The values of a plan file with their places, and the small decoders that read them.
 
 A decoder takes a `PlanValue` and returns its meaning. If it cannot, it records a `Problem` and
-returns None, and reading continues, so that one run finds every mistake of a file. Beside it stands
-the JSON Schema of what it accepts, which `json_schema` collects. The file syntax is read in
+returns None, and reading continues, so that one run finds every mistake of a file. Each decoder has
+the JSON Schema of what it accepts, and `json_schema` collects these. The file syntax is read in
 `reader`; the keys of the format are in `schema`.
 """
 

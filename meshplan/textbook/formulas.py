@@ -43,7 +43,9 @@ class Monomial:
 
 
 def share(total: Quantity, parts: Quantity) -> Quantity:
-    """Return the largest of `parts` equal shares: whole elements for ints, else the exact ratio.
+    """Return the size of the largest share if `total` is divided evenly into `parts`.
+
+    Integers are rounded up to whole elements; other numbers give the exact ratio.
 
     >>> share(10, 4)
     3

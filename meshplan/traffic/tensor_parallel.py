@@ -52,8 +52,8 @@ def partial_gradients(plan: Plan, passes: Passes, uses: Mapping[str, UnitUse]) -
             continue
         count = passes.order.count("B")
         if placed.unit is not None:
-            # A unit may reduce several times in one backward. The gradient counts once: autograd
-            # has it only at the last time.
+            # A unit may reduce several times in one backward, but autograd completes this
+            # gradient only before the last time, so it counts once.
             ready = [times > 0 for times in uses[placed.unit].reductions]
             is_at_once = cuts and plan.assignment.units[placed.unit].is_sharded
             count = sum(ready if is_at_once else ready[-1:])

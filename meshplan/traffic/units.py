@@ -241,7 +241,7 @@ class _Play:
                     self._backward(is_last=False)
 
     def _add(self, before: Sequence[tuple[int, int, int]], times: int) -> None:
-        """Add the counts since `before`, which are those of one round, another `times` times."""
+        """Repeat the counts of one round, those since `before`, another `times` times."""
         *each, (_, _, ran) = before
         repeated = self._units.order[ran:]
         for unit, (gathers, reductions, positions) in zip(self._states, each, strict=True):

@@ -197,7 +197,7 @@ def test_what_cannot_be_cut_so_is_refused(more, why):
 
 def test_all_names_that_no_module_has_are_told():
     said = refusal("own_llama", {"pipeline": {"split": [["embde", "layer"], ["hed"]]}})
-    assert all(f"'{name}' is no module of" in said for name in ("embde", "layer", "hed"))
+    assert all(f"'{name}' is not a module of" in said for name in ("embde", "layer", "hed"))
 
 
 def test_fewer_modules_than_stages_are_refused():

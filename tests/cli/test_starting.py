@@ -193,7 +193,7 @@ def planned(here):
         ("wobble", "there is no verb 'wobble'", "write one of init, estimate"),
         ("plan --gpus 8", "plan has no flag --gpus", "did you mean '--gpu'?"),
         ("show plan.yaml", "show does not take 'plan.yaml'", "write -f plan.yaml"),
-        ("explain why stratgy", "'stratgy' is no key", "did you mean 'strategy'?"),
+        ("explain why stratgy", "'stratgy' is not a key", "did you mean 'strategy'?"),
         ("explain why optimizer", "no other values", "ask why-not optimizer=VALUE"),
         ("explain why-not mesh=2", "'mesh' stands for several fields", "ask why-not mesh."),
         ("explain model.layers.9", "is neither a module", "model.layers has the modules 0 to"),

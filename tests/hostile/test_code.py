@@ -262,7 +262,7 @@ def test_figures_of_a_lock_are_figures(job, capsys, name, value):
     write(lock.path, {**content, name: value})
     for words in (["check", "-f", str(plan)], ["diff", str(plan), str(lock.path)]):
         assert main(words) == 2
-        assert "this is no lock file of this version: it" in capsys.readouterr().err
+        assert "this is not a lock file of this version: it" in capsys.readouterr().err
 
 
 def _line(path: Path, key: str) -> int:

@@ -27,15 +27,15 @@ TIGHT = {"mesh": {"dp_shard": "auto"}, "strategy": None}
             "why-not needs a value of mesh.tp",
             "ask why-not mesh.tp=VALUE, or why",
         ),
-        (["why-not", "mesh.xx=2"], "'mesh.xx' is no key that the planner", "did you mean 'mesh."),
-        (["why-not", "strategy=fast"], "'fast' is no strategy", "write one of ddp, zero1"),
-        (["why-not", "mesh.tp=0"], "'0' is no positive number", "a whole number of at least 1"),
+        (["why-not", "mesh.xx=2"], "'mesh.xx' is not a key that the", "did you mean 'mesh."),
+        (["why-not", "strategy=fast"], "'fast' is not a strategy", "write one of ddp, zero1"),
+        (["why-not", "mesh.tp=0"], "'0' is not a positive number", "a whole number of at least 1"),
         (
             ["why-not", "offload=all"],
-            "'all' is no value of offload",
+            "'all' is not a value of offload",
             "none, params, activations or",
         ),
-        (["why-not", "sequence_parallel=1"], "'1' is no value", "write true or false"),
+        (["why-not", "sequence_parallel=1"], "'1' is not a value", "write true or false"),
         (["model.layrs"], "is neither a module of", "did you mean 'model.layers'? Questions are: "),
         (["zzz"], "is neither a module of", "see meshplan show for the names. Questions are: why"),
     ],
@@ -57,11 +57,11 @@ def test_spaces_around_a_value_do_no_harm(job):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--price", "x"], "--price: 'x' is no positive number"),
-        (["--price", "0"], "--price: '0' is no positive number"),
+        (["--price", "x"], "--price: 'x' is not a positive number"),
+        (["--price", "0"], "--price: '0' is not a positive number"),
         (["--retarget", ""], "--retarget: '' does not set a hardware field"),
         (["--retarget", "gpus=4"], "--retarget: 'gpus=4' does not set a hardware field"),
-        (["--tokens", "x", "--days", "1"], "--tokens: 'x' is no positive number"),
+        (["--tokens", "x", "--days", "1"], "--tokens: 'x' is not a positive number"),
     ],
 )
 def test_flags_are_read_before_anything_is_searched(job, capsys, words, problem):

@@ -158,7 +158,7 @@ def test_every_nth_block_is_held(job):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"pipeline": {"split": [["model.layers.0"], ["model.layer.2"]]}}, "is no module"),
+        ({"pipeline": {"split": [["model.layers.0"], ["model.layer.2"]]}}, "is not a module"),
         ({"pipeline": {"split": [["model.layers"], ["lm_head"]]}}, "splits stages between blocks"),
         ({"mesh": {"pp": 2, "dp_shard": 4},
           "pipeline": {"split": [["model.layers.0"], ["model.layers.2"], ["model.layers.3"]]}},

@@ -201,7 +201,7 @@ def test_a_lock_of_something_else_is_not_used(job, capsys, config, fields, words
 def test_a_broken_lock_is_refused(job, text):
     path = job()
     lock_path(path).write_text(text)
-    with pytest.raises(SpecError, match="no lock file"):
+    with pytest.raises(SpecError, match="not a lock file"):
         checking.decide(path)
 
 

@@ -216,7 +216,7 @@ def test_fewest_on_the_command_line(job, capsys):
     assert main([*words, "--days", "1e-9", "--json", "--set", "solve.time_limit=0.2s"]) == 1
     assert json.loads(capsys.readouterr().out)["result"]["training"]["answer"] is None
     assert main([*words]) == 2
-    with pytest.raises(SpecError, match="no positive number"):
+    with pytest.raises(SpecError, match="not a positive number"):
         fewest_devices(path, tokens="many", days=3)
     for text in ("0", "-1", "inf", "nan", "x"):
         with pytest.raises(SpecError):

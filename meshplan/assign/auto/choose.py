@@ -89,7 +89,7 @@ def _owners(parameters: Iterable[str]) -> list[str]:
 
 
 def pattern(fqn: str) -> str:
-    """Return a name with each number in it, such as that of a layer, replaced by `*`."""
+    """Replace each number in a name, such as the index of a layer, by `*`."""
     return _NUMBER.sub(".*", fqn)
 
 

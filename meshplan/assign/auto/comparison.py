@@ -134,7 +134,7 @@ class _RehearsalComparison:
     def _changes_nothing(self, op: Op, flow: Flow) -> bool:
         """Return True if an operation can be skipped: a view into the same shape, or an update."""
         if op.name == UPDATE:
-            return True  # If an operation reads its result, the comparison of that one differs.
+            return True  # An operation that reads the result is compared itself, and then differs.
         if base_name(op) not in _VIEWS or len(op.inputs) != 1:
             return False
         if flow.values[op.inputs[0]].shape != flow.values[op.outputs[0]].shape:

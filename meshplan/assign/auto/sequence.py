@@ -269,7 +269,8 @@ class _SequenceWalk:
         what = base_name(op) + (f" in {module}" if module else "")
         dims, values = self.flow_uses.classes.dims, self.flow_uses.flow.values
         makers = {self.flow_uses.flow.producer(value) for value in op.mutates}
-        if not makers <= self.ops:  # It is the output of a styled module, or whole for other code.
+        # Such a tensor is the output of a styled module, or other code reads it unsharded.
+        if not makers <= self.ops:
             raise Refuted(f"{what} writes in place into a tensor that other code made")
         if op.is_random and not _keeps_all(op):
             raise Refuted(f"{what} would draw random numbers for a shard of the sequence only")

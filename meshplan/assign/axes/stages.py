@@ -191,7 +191,7 @@ class _StageCutter:
                     if name not in known:
                         near = nearest(name, [n for n in known if n])
                         fix = f"did you mean '{near}'?" if near else "correct the name"
-                        self._error(f"'{name}' is no module of {self.graph.name}", origin, fix)
+                        self._error(f"'{name}' is not a module of {self.graph.name}", origin, fix)
                         continue
                     marks[known[name]] = _StageMark(stage, Reason("split", origin))
         for fqn, mark in marks.items():

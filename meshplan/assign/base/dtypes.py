@@ -27,10 +27,10 @@ class Dtypes:
         self._main = main if main in FLOATS else ""
 
     def other(self, fqn: str) -> str:
-        """Return the dtype of a module's parameters if they have one dtype, and a special one.
+        """Return the dtype of a module's parameters if they have a single, special dtype, else "".
 
-        Special is a dtype other than that of most elements of the model, or, if most are complex,
-        any dtype. Else return "".
+        A dtype is special if most elements of the model have another dtype. If most elements are
+        complex, every dtype is special.
         """
         found = self._of(fqn) if self.is_mixed or self._is_complex else {}
         return next(iter(found)) if len(found) == 1 and self._main not in found else ""

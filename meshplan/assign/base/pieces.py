@@ -47,7 +47,7 @@ def share_out(
     if heads and size % heads == 0 and tp % heads == 0 and heads < tp and style.cut_dim == "out":
         shared = any(n % tp == 0 for n in _heads_beside(graph, info))
         alike = sum(n == heads for n in _heads_beside(graph, info))
-        if shared and alike == 1:  # `info` and one other, the key and the value projection.
+        if shared and alike == 1:  # `info` and one sibling: they are the key and value projections.
             return (Piece(size, heads),)
     if heads and heads % tp:
         return Problem(

@@ -39,8 +39,8 @@ class Preset:
         reason: Reason shown for every tensor of the module.
         is_proved: If True, the data flow proves that the style is correct, so that heuristic checks
             by names and neighbouring modules are skipped.
-        pieces: If proved, the pieces of the output dim, of each of which a rank computes a part; ()
-            if the dim is sharded as a whole.
+        pieces: Pieces of the output dim that are sharded one by one, if the style is proved; () if
+            the dim is sharded as a whole.
     """
 
     word: str
@@ -151,8 +151,8 @@ class StyleUse:
         style: The style.
         axis: The mesh axis.
         reason: The reason for the style.
-        pieces: Pieces of the output dim, of each of which a rank computes a part; the module then
-            computes on local tensors. () if the dim is sharded as a whole.
+        pieces: Pieces of the output dim that are sharded one by one, in which case the module
+            computes on local tensors; () if the dim is sharded as a whole.
         is_written: If True, the surrounding code writes in place into the module's output, which
             must therefore be a copy.
         is_proved: If True, the data flow proves that the style is correct, so that the first

@@ -17,7 +17,7 @@ from meshplan.model.graph import ModelGraph, TensorInfo, is_inside
 
 @dataclass(frozen=True, slots=True)
 class _Partner:
-    """Styles one of which a style needs near it, and what to report if none is there."""
+    """What a style needs near it: one of several styles; and what to report if it has none."""
 
     styles: tuple[str, ...]
     what: str

@@ -42,7 +42,7 @@ class UnitDecision:
     notes: list[Problem] = field(default_factory=list)
 
     def report(self, problem: Problem) -> None:
-        """Add a problem, but one per origin: a rule that matches 32 layers is reported once."""
+        """Add a problem, at most one per origin: a rule that matches 32 layers is reported once."""
         if not any(known.origin == problem.origin for known in self.problems):
             self.problems.append(problem)
 

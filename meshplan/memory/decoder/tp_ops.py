@@ -83,7 +83,7 @@ class TpPlanOnTape:
         return self.pieces.get(fqn) or self.pieces.get(pattern_of(fqn), ())
 
     def is_whole(self, parameter: str) -> bool:
-        """Return True if the parameter is in `whole`."""
+        """Return True if tp leaves the parameter unsharded."""
         return parameter in self.whole or pattern_of(parameter) in self.whole
 
     def check(self) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ come from a trace of the real wrappers on fake tensors, from a replay of blocks,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
@@ -174,23 +174,3 @@ class EventLog:
     def module_at_peak(self) -> str:
         """Fqn of the module that made the storage whose birth reaches the peak; "" if none did."""
         return self.storages[self.changes[self.peak.event][1]].module
-
-
-def on_streams(log: EventLog, streams: Mapping[tuple[Term, int], int]) -> EventLog:
-    """Return the log with the wrappers' storages moved to the CUDA streams that they use.
-
-    Args:
-        log: The log, in which these storages are on stream 0.
-        streams: Stream number by (term, bytes at birth). Storages that an operator made, that are
-            already on a stream other than 0, or that are not listed, keep their stream.
-    """
-    sizes: dict[int, int] = {}
-    for delta, storage, _ in log.changes:
-        sizes.setdefault(storage, delta)
-    storages = tuple(
-        each
-        if each.op or each.stream
-        else each._replace(stream=streams.get((each.term, sizes.get(n, 0)), 0))
-        for n, each in enumerate(log.storages)
-    )
-    return replace(log, storages=storages)

@@ -2,7 +2,7 @@
 
 In the plain trace no block is recomputed, in the other trace every block is. A block's forward and
 backward are segments of a log, and depend on that block alone. So each segment is taken from the
-trace in which its block is treated as required. A storage that several blocks keep is freed by the
+trace that treats its block as the plan does. A storage that several blocks keep is freed by the
 last of them. Where the two traces do not determine which block that is, one microbatch is composed
 with the earliest and one with the latest possible end; the true memory lies between them.
 """
@@ -109,7 +109,7 @@ class Composer:
                     kept[mode][block] += size
                 elif mode == _RECOMPUTED:
                     kept[mode][receivers[0] if receivers else block] += size
-                elif not receivers:  # Otherwise a block that is called with it may keep it.
+                elif not receivers:  # A block called with the storage might keep it: count nothing.
                     kept[mode][block] += size
         blocks = {*kept[_PLAIN], *kept[_RECOMPUTED]} - {""}
         return {

@@ -54,7 +54,7 @@ def replay(
     """
     prepared = trace if isinstance(trace, Prepared) else Prepared(trace)
     check_rules(plan, prepared, optimizer)
-    # Units that reduce at the end of backward, such as the root, act at an `END_OF_BACKWARD` mark.
+    # Units that reduce at the end of backward, such as the root, act at `END_OF_BACKWARD`.
     ends = any(point.kind == HookKind.END_OF_BACKWARD for point in prepared.hook_points)
     assert ends or not plan.assignment.units
     return _StepBuilder(prepared, plan, optimizer, rank, foreach=foreach, has_host=has_host).play()

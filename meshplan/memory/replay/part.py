@@ -109,8 +109,8 @@ class Wrapped:
     def act(self, kind: HookKind, unit: str, *, in_backward: bool) -> None:
         """Let a unit act at a hook point.
 
-        Marks of modules that are no units of this plan are ignored. A microbatch computed from a
-        config may have such marks.
+        Hook points of modules that are no units of this plan are ignored. A microbatch computed
+        from a config may have such hook points.
         """
         if unit not in self._plan.assignment.units:
             return

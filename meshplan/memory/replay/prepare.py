@@ -131,10 +131,10 @@ class Prepared:
 
     @cached_property
     def ends(self) -> Counter[str]:
-        """Number of `END_OF_BACKWARD` marks, by the suffix of the stage.
+        """Number of `END_OF_BACKWARD` hook points, by the suffix of the stage.
 
         This may be less than the number of backwards, because summarised microbatches may have no
-        marks.
+        hook points.
         """
         hook_points = (
             point for point in self.hook_points if point.kind == HookKind.END_OF_BACKWARD

@@ -113,8 +113,8 @@ class LogWriter:
 
     def _set_final_term(self, number: int) -> None:
         born, term = self._passing.pop(number)
-        # A storage keeps its term if it was not short-lived: a communication buffer that lives into
-        # the optimizer step, any other storage that outlives the phase of its birth.
+        # Short-lived are communication buffers that are freed before the optimizer step, and other
+        # storages that are freed in the phase in which they were made.
         is_sent = term == Term.COMMUNICATION
         if self._phases[-1] != "step" if is_sent else len(self._phases) == born:
             self._storages[number] = self._storages[number]._replace(term=term)

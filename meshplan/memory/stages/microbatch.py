@@ -30,8 +30,8 @@ class StageWork:
         sent: Storages of the activations sent to the next stage.
         given: Storages of the gradients of `sent`, received from the next stage.
         returned: Storages of the gradients of `received`, sent to the previous stage.
-        second_half: For a split backward, (number of events, number of marks) before its second
-            half; None if the backward is not split.
+        second_half: For a split backward, (number of events, number of hook points) before its
+            second half; None if the backward is not split.
     """
 
     trace: MicrobatchTrace
@@ -166,15 +166,15 @@ class StageWork:
         return out
 
     def hook_points_from(self, first: int) -> Sequence[HookPoint]:
-        """Return the marks of the forward, backward or half of a backward that begins at `first`.
+        """Return the hook points of the forward, backward or half backward that begins at `first`.
 
         Args:
             first: `num_before` for forward, `split` for backward or its first half, the event in
                 `second_half` for its second half.
         """
         hook_points = self.trace.hook_points
-        # The kind of a mark does not tell forward from backward, since backward may recompute a
-        # unit. So forward's marks end where the first mark of another kind is.
+        # The kind of a hook point does not separate forward from backward, since backward may
+        # recompute a unit's forward. The first kind that only backward has is where it begins.
         back = next(n for n, point in enumerate(hook_points) if point.kind not in _FORWARD)
         if first == self.num_before:
             return hook_points[:back]
@@ -278,8 +278,8 @@ class StagePlayer(Player):
         sent: Storages of the activations sent to the next stage.
         given: Storages of the gradients of `sent`, received from the next stage.
         returned: Storages of the gradients of `received`, sent to the previous stage.
-        second_half: For a split backward, (number of events, number of marks) before its second
-            half; else None.
+        second_half: For a split backward, (number of events, number of hook points) before its
+            second half; else None.
     """
 
     def __init__(self, part: StageTape, sums_in_place: bool) -> None:

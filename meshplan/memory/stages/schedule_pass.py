@@ -33,9 +33,9 @@ class _PlayedMicrobatch:
 
     Args:
         stage: Number of the stage.
-        first: Number in the pass of storage 0 of the work.
+        first: Number in the pass of storage 0 of the trace.
         known: Number in the pass of each storage that is not numbered from `first`, by its number
-            in the work.
+            in the trace.
         left: Numbers in the pass of the storages that forward left for backward and that nothing
             else references.
     """
@@ -83,7 +83,7 @@ class Pass:
         self._later_gradients: list[tuple[int, str, int]] = []
         self._known: dict[int, dict[int, int]] = {}
         """For each stage, storages that exist before the step: number in the pass by number in the
-        work."""
+        trace."""
         self._flights: dict[tuple[int, int], _PlayedMicrobatch] = {}
         self._arrived: dict[tuple[int, int], list[int]] = {}
         self._came_back: dict[tuple[int, int], list[int]] = {}

@@ -116,13 +116,11 @@ class Folded:
         fqns: Fqns of the modules.
         types: Class names of the modules.
         children: Nodes of the submodules.
-        shape: Not used.
     """
 
     fqns: list[str]
     types: list[str]
     children: list[Folded] = field(default_factory=list)
-    shape: tuple[object, ...] = ()
 
 
 def module_tree(plan: Plan) -> Tree:

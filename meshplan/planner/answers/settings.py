@@ -61,7 +61,7 @@ def fields_of(word: str) -> tuple[str, ...]:
         return found
     close = near(word, [*known, *(field.rpartition(".")[2] for field in known)])
     fix = f"did you mean '{close}'?" if close else f"ask about one of {', '.join(known)}"
-    raise SpecError(Problem(f"'{word}' is no key that the planner chooses", Origin(word), fix))
+    raise SpecError(Problem(f"'{word}' is not a key that the planner chooses", Origin(word), fix))
 
 
 def has(evaluated: Evaluated, path: str, text: str) -> bool:
@@ -144,7 +144,7 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
         word = STRATEGY_WORDS.get(text.lower(), "")
         if word not in STRATEGY_OPTIONS:
             fix = f"write one of {', '.join(STRATEGY_OPTIONS)}"
-            raise SpecError(Problem(f"'{text}' is no strategy", Origin(path), fix))
+            raise SpecError(Problem(f"'{text}' is not a strategy", Origin(path), fix))
         modes, reshard = STRATEGY_OPTIONS[word]
         hybrid = word.startswith("hybrid") if MODES[modes[0]] == "shard" else None
         fixed = {"modes": modes, "reshard": reshard, "hybrid": hybrid}
@@ -181,13 +181,13 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
 def _number(path: str, text: str) -> int:
     if not text.isdigit() or not int(text):
         fix = "write a whole number of at least 1"
-        raise SpecError(Problem(f"'{text}' is no positive number", Origin(path), fix))
+        raise SpecError(Problem(f"'{text}' is not a positive number", Origin(path), fix))
     return int(text)
 
 
 def _no_value(path: str, text: str, words: Sequence[str]) -> SpecError:
     fix = f"write {', '.join(words[:-1])} or {words[-1]}"
-    return SpecError(Problem(f"'{text}' is no value of {path}", Origin(path), fix))
+    return SpecError(Problem(f"'{text}' is not a value of {path}", Origin(path), fix))
 
 
 def _why_rejected(free: Freedom, setting: str) -> str:

@@ -226,8 +226,8 @@ def _left(spec: Spec, paths: Collection[str]) -> dict[str, Any]:
     left = stages & set(paths)
     pp = mesh.get("pp", 1)
     if _PIPELINE in left and (left == stages or pp in (1, AUTO)):
-        # Plans with a pipeline must keep the other statements on it, and are searched with the
-        # `pipeline` statement. This search is for plans without a pipeline.
+        # With `pipeline` removed, search only plans without a pipeline. Plans with a pipeline must
+        # keep the other statements on it; they are searched without this removal.
         mesh |= {"pp": 1} if pp == AUTO and left != stages else {}
         out[_PIPELINE] = None
     else:

@@ -34,9 +34,9 @@ def pareto_counts_of(
 ) -> ParetoCounts:  # fmt: skip
     """Return the undominated combinations of options that `count` identical blocks can take.
 
-    An option costs its seconds plus `price` for each byte. The cost of a combination above that of
-    the cheapest option for all blocks comes on top of the LP bound. Combinations in which it
-    exceeds `slack` are left out.
+    An option costs its seconds plus `price` for each byte. A combination raises the LP bound by its
+    cost minus the cost of taking the cheapest option everywhere. Combinations that raise it by more
+    than `slack` are left out.
 
     Args:
         seconds: [options] seconds of one block.

@@ -162,7 +162,7 @@ def read(path: Path) -> Lock | None:
         return None
     except SpecError as error:
         first = error.problems[0]
-        what = f"this is no lock file of this version: {first.what}"
+        what = f"this is not a lock file of this version: {first.what}"
         raise SpecError(Problem(what, first.origin, _FIX)) from None
     try:
         content = _checked(plain(root))
@@ -179,7 +179,7 @@ def read(path: Path) -> Lock | None:
         )
     except (KeyError, TypeError, ValueError) as error:
         why = str(error)
-    what = f"this is no lock file of this version: {why}"
+    what = f"this is not a lock file of this version: {why}"
     raise SpecError(Problem(what, Origin(str(path)), _FIX))
 
 

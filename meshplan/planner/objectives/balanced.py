@@ -74,7 +74,7 @@ def balanced(request: PlanRequest, report: Callable[[str], None] = lambda text: 
         decision,
         objective="balanced",
         gap=found.gap,
-        ladder=None,  # It would be the ladder of a smaller memory limit.
+        ladder=None,  # The ladder at hand is that of a smaller memory limit.
         limit_bytes=request.limit_bytes,
         is_whole=decision.is_whole and found.is_whole,
         search_s=time.monotonic() - began,

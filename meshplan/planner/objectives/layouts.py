@@ -1,7 +1,7 @@
 """Find the fastest plan of each kind of layout that the chosen plan is not of.
 
-Plans close to the chosen one differ in a setting or two. What a user asks next is about the shape
-of the mesh: what would tensor parallelism cost, what a pipeline? Each kind is a subset of the
+Plans close to the chosen one differ in a setting or two. A user also wants to know about other
+shapes of the mesh: what would tensor parallelism cost, or a pipeline? Each kind is a subset of the
 configurations that were searched, and its fastest plan is found by the same search among them.
 """
 
@@ -128,7 +128,7 @@ class _Searches:
     @contextmanager
     def _limited(self, kind: str) -> Iterator[FastestAmong]:
         """Yield the search of a kind, which stops when the time for all searches is used up."""
-        began_s = time.process_time()  # Of this process, which may be a copy.
+        began_s = time.process_time()  # A forked copy of this process counts its own time.
 
         def is_stopped() -> bool:
             late = time.process_time() - began_s > self._left_s

@@ -1,4 +1,4 @@
-"""Find a number of devices: the fewest that train in time, or that with the fewest GPU-hours."""
+"""Find a number of devices: the smallest that trains in time, or the one with least GPU-hours."""
 
 from __future__ import annotations
 
@@ -367,6 +367,6 @@ def positive(value: str | float, flag: str) -> float:
         number = 0.0
     if not (number > 0 and math.isfinite(number)):
         raise SpecError(
-            Problem(f"'{value}' is no positive number", Origin(flag), "write 14 or 15e12")
+            Problem(f"'{value}' is not a positive number", Origin(flag), "write 14 or 15e12")
         )
     return number

@@ -4,7 +4,7 @@ Memory peaks in the backward of some block: everything that earlier blocks saved
 what the block's backward needs in addition. The block of the peak depends on the choices of all
 blocks, so a single linear bound is not exact. Label setting (dynamic programming) along the blocks
 is: a label is a choice for all blocks so far, with its seconds and the bytes that they save. What
-stays unproved is part of the search's gap.
+cannot be proved this way is added to the gap that the search reports.
 """
 
 from __future__ import annotations

@@ -111,9 +111,9 @@ class Simplifier:
         """Yield the tries that are simpler than the best plan, simplest first.
 
         A try waits in a queue under a lower bound on its complexity, and is solved only when it
-        comes first: most tries never do. The bound counts one choice for blocks with a single
-        option, and two for blocks with more: if the blocks of such a try all made one choice, the
-        try with only that option would give the same plan.
+        comes first: most tries never do. The bound counts one choice if the try allows a
+        single option, and two if it allows more: a plan with one choice is found by the try of
+        that option alone.
 
         Args:
             simplest: Complexity of the best plan.

@@ -105,7 +105,7 @@ def statements(
     blocks = [block for stage in stages for block in stage]
     usual = max((block.reshard for block in blocks), default=0)
     mode = MODES[int(row["mode"])]
-    if mode != "ddp" and not data:  # FSDP on one rank: offload needs it, or it is stated.
+    if mode != "ddp" and not data:  # FSDP over one rank, which offload needs or the plan states.
         out["mesh"] = {"dp_shard": 1, **mesh}
         data = ["dp_shard"]
     if mode == "shard":
@@ -142,7 +142,7 @@ def statements(
     out |= memory_setting_words(spec, int(row["loss_chunks"]), allocator)
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].recompute)]
     word = _usual_recompute(open_)
-    if spec.activation_checkpointing.every == 1:  # Any other `every` fixes all blocks.
+    if spec.activation_checkpointing.every == 1:  # With `every` above 1 all blocks are decided.
         out["activation_checkpointing"] = word
     rules = list(_recompute_rules(open_, word))
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].reshard)]

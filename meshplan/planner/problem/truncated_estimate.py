@@ -168,9 +168,9 @@ class TruncatedEstimate:
             skips_guess_if_over: If True, omit the guess if the candidate is proved not to fit.
 
         Returns:
-            The figures; None if no truncated model can be made or planned. None, too, if no guess
-            was requested and a candidate with at least as many linear bytes on every rank was not
-            proved to exceed the capacity: a bound would hardly exclude this one.
+            The figures; None if no truncated model can be made or planned. Also None if no guess is
+            requested and the bound is unlikely to exclude the candidate, because it did not
+            exclude one with at least as many linear bytes on every rank.
         """
         key = candidate.row, candidate.ends, candidate.option_counts, capacity
         if not guesses and key not in self._seen and self._holds_less(candidate, capacity):

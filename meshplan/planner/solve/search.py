@@ -178,8 +178,8 @@ class _Search:
             return not self._drop_guesses()
         if self._is_late():
             found.is_whole = False
-            # A configuration may be queued with 0 seconds, to be solved again at once: its time
-            # bound counts instead.
+            # A configuration that is to be solved again at once is queued with 0 seconds. Its time
+            # bound is the lower bound that counts.
             waiting = (max(s, float(self._times[row])) for s, row in self._waiting)
             guessed = (s for s, row in self._guessed if self._rests_on_guess(row))
             least = min([self._following, *waiting, *guessed])
@@ -327,7 +327,7 @@ class _Search:
         state.capacity = min(self._capacity - found.excess[row], below)
         heapq.heappush(self._waiting, (candidate.seconds if not measured.fits else 0.0, row))
         if self._failures >= _FAILURES and found.best is None:
-            self._failures = float("-inf")  # Start `any` only once.
+            self._failures = float("-inf")  # Try `WarmStart.any` only once per search.
             self._seed(self._seeds.any())
 
     def _is_likely_over(self, row: int, state: NodeState, candidate: Candidate) -> bool:

@@ -84,7 +84,7 @@ def _data(free: Freedom, ranks: int) -> Iterator[tuple[int, int, int]]:
         least = 1 if free.world == 1 else 2
         if _ZERO1 in free.modes and replicate == 1 and shard >= (least if is_stated else 2):
             yield replicate, shard, _ZERO1
-        # The exception are offloaded parameters, which FSDP2 may shard over one rank.
+        # The exceptions are offloaded parameters, which FSDP2 may shard over one rank.
         least = least if 0 in free.offload or replicate > 1 else 1
         if _SHARD in free.modes and shard >= least and free.hybrid in (None, replicate > 1):
             yield replicate, shard, _SHARD

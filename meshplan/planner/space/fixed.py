@@ -30,7 +30,7 @@ Pins = Mapping[str, Pin]
 
 
 def fixed_choices_of(spec: Spec, graph: ModelGraph) -> Pins:
-    """Return the choices that rules fix for single blocks, without blocks that are wholly open.
+    """Return the fixed choices of each block for which rules fix any.
 
     Raises:
         PlanError: Rules are wrong, or fix something that the planner has no figures for.

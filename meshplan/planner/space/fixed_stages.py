@@ -68,7 +68,7 @@ def fixed_stages_of(spec: Spec, graph: ModelGraph) -> FixedStages:
         if fqn in blocks:
             pins[fqn] = stage
         elif _place(graph, fqn, blocks) is None:
-            what = f"the planner splits stages between blocks, and '{fqn}' is no block"
+            what = f"the planner splits stages between blocks, and '{fqn}' is not a block"
             fix = "name a block, or state every open key"
             problems.append(Problem(what, spec.origin(path), fix))
         else:
@@ -105,7 +105,7 @@ def _stated(spec: Spec, graph: ModelGraph) -> Iterator[tuple[str, int, str]]:
         for stage, names in enumerate(split):
             for name in names:
                 if name not in known:
-                    what = f"'{name}' is no module of {graph.name}"
+                    what = f"'{name}' is not a module of {graph.name}"
                     fix = "write a module that meshplan show lists"
                     raise PlanError(Problem(what, spec.origin("pipeline.split"), fix))
                 yield known[name], stage, "pipeline.split"

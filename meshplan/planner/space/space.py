@@ -339,7 +339,8 @@ def _check_offload(spec: Spec, what: int, refuses: Callable[[Spec], str]) -> Non
 
     Args:
         spec: The spec of the plan file.
-        what: Value of the grid's `offload` that every configuration has at least.
+        what: Bits of the grid's `offload` that the plan states, so that all configurations have
+            them.
         refuses: Returns the reason why a trial spec is not possible; "" if it is.
 
     Raises:

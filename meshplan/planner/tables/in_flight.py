@@ -43,8 +43,9 @@ def in_flight_of(row: np.void, rank: int) -> tuple[float, ...]:
 def had_backward(row: np.void, rank: int) -> bool:
     """Return True if a rank's last stage has had a backward when most microbatches are in flight.
 
-    The high point comes before the first backward. If a forward follows, the same number is in
-    flight again, and by then the last stage has had a backward; the rank's other stages may not.
+    The number in flight first peaks before the first backward. If a forward follows that backward,
+    the peak is reached again, now after a backward of the last stage; the rank's other stages may
+    not have had one.
     """
     p, m, v = int(row["pp"]), int(row["microbatches"]), int(row["virtual"])
     if p == 1 or in_halves(row) or SCHEDULE_WORDS[row["schedule"]] == "GPipe":

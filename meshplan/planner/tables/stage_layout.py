@@ -187,7 +187,7 @@ class Rounds(StageLayout):
         return out.reshape(len(lengths), -1)
 
     def stretches(self, rank: int) -> BlockRanges:
-        """Return the block ranges that a rank may have; equal lengths have equal contents."""
+        """Return the block ranges that a rank may have; equal lengths mean equal blocks."""
         at, lengths, contents = _in_rounds(self.num, rank, self._virtual, self._length)
         return BlockRanges(self.counts(rank, 0 * lengths, lengths), at, contents)
 

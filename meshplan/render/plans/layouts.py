@@ -63,7 +63,8 @@ def layouts_to_text(decision: Decision) -> list[str]:
         for head, same in zip(heads, entries, strict=True)
         for line in packed(f"  {head}  ", _statements(same, chosen))
     ]
-    # The balanced plan is the fastest within its own memory, and these are compared within it too.
+    # The balanced plan is the fastest plan that uses no more memory than it does. The plans listed
+    # here had to fit into the same memory.
     where = " within the same memory" if decision.objective == "balanced" else ""
     return [f"fastest plans with another kind of layout{where}", *lines, *_missing(layouts)]
 

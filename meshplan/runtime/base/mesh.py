@@ -277,9 +277,9 @@ def cut_dims(tensor: torch.Tensor) -> dict[str, int]:
     if not isinstance(tensor, DTensor):
         return {}
     names = tensor.device_mesh.mesh_dim_names or ()
-    # A mesh dim that flattens several axes shards along each of them. A tensor dim that tp has
-    # sharded already is a _StridedShard for FSDP2, which is no subclass of Shard in every release
-    # of torch, so the test is for the other two placements.
+    # A mesh dim that flattens several axes shards along each of them. Test for the placements that
+    # do not shard: besides Shard there is _StridedShard, which FSDP2 uses for a dim that tp shards
+    # too, and which in some releases of torch is not a subclass of Shard.
     return {
         axis: p.dim
         for name, p in zip(names, tensor.placements, strict=True)

@@ -122,7 +122,7 @@ def refuse_second_derivatives(model: nn.Module, plan: Plan) -> None:
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
         for _, tensor in tensors_in(output):
-            if tensor.grad_fn is not None:  # On a leaf, such as a parameter, the hook would stay.
+            if tensor.grad_fn is not None:  # A hook on a leaf would outlive the step.
                 tensor.register_hook(look)
 
     model.register_forward_hook(watch)

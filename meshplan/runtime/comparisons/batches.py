@@ -47,8 +47,8 @@ class BatchWatch:
 
     Ranks of one replica must get the same batch: this is checked in the 1st, 2nd, 4th, 8th, ...
     forward. Data ranks must get different batches: this is checked before the 1st, 2nd, 4th, ...
-    optimizer step, for all batches since the step before, because data ranks may run different
-    numbers of forwards.
+    optimizer step, for all batches since the previous step. It is not checked per forward, because
+    data ranks may run different numbers of forwards.
     """
 
     def __init__(self, found: ParallelModel) -> None:

@@ -111,8 +111,8 @@ class FewSamples:
         if len(every) < 2 or len(shapes) > 1:
             return None, False
         is_mean = False
-        # Halves with equal numbers of tokens show little, such as if long and short microbatches
-        # alternate. Sorted by that number, the halves differ most.
+        # If both halves have equally many tokens, a mean over samples and a mean over tokens agree.
+        # So also compare halves of the samples sorted by their number of tokens.
         by_amount = sorted(every, key=_amount)
         is_sorted = [*map(_amount, every)] == [*map(_amount, by_amount)]
         for each in [every] if is_sorted else [every, by_amount]:

@@ -101,7 +101,7 @@ def _has_equal_rows(tensor: torch.Tensor) -> bool:
 def _bits(tensor: torch.Tensor) -> float:
     """Return an upper bound of a tensor's information in bits: elements * log2(distinct elements).
 
-    The number of distinct elements is that of about 256 of them.
+    Distinct elements are counted in a sample of about 256 elements.
     """
     flat = tensor.reshape(-1)
     few = flat[:: max(1, flat.numel() // _FEW)].tolist()

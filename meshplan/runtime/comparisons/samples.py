@@ -118,7 +118,7 @@ def _broadcast_samples(
         plan: The plan that the model runs under.
     """
     own = plan.mesh.index(dist.get_rank(), ("cp",))
-    # Broadcasts are over all ranks, so each rank takes part in those of all parts along cp.
+    # A broadcast needs all ranks, so each rank also takes part in those of other parts along cp.
     parts = [_broadcast_part(at, place, batch, samples, plan) for at in range(plan.mesh.size("cp"))]
     return parts[own]
 

@@ -54,8 +54,8 @@ from meshplan.runtime.comparisons.tokens import (
 _OFTEN: Final = 16
 """Last of the steps that all compare forwards if the forward reads values of the batch."""
 _LITTLE: Final = 1 << 16
-"""Elements of an output whose loss is compared by halves of the tokens, if it was compared by
-halves of the samples already, which shows almost everything."""
+"""Most elements of an output whose loss is also compared by halves of the tokens, after halves of
+the samples have been compared. These show almost every mistake, so larger outputs are skipped."""
 
 
 class StepCheck:

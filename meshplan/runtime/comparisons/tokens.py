@@ -62,7 +62,8 @@ def uneven_of(three: Three, plan: Plan) -> Uneven:
     if agrees(first.loss + second.loss, three):  # All zeros, or one half without any token.
         return Uneven()
     shown = f"{whole.loss:.6g}, and {first.loss:.6g} and {second.loss:.6g} for the two halves"
-    # Without token counts, the loss may be a mean over all elements: the mean of the two halves.
+    # Without token counts, test if the loss is a mean over all elements, which is the mean of the
+    # losses of the two halves.
     of_all = (first.loss + second.loss) / 2 if first.tokens is None else None
     means = (token_mean(three), mask_mean(three), of_all)
     follows = [mean is not None and agrees(mean, three) for mean in means]

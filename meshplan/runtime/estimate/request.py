@@ -57,7 +57,7 @@ class FakeStepResult:
 
 
 def decided(spec: Spec, source: ModelSource) -> tuple[nn.Module, Plan]:
-    """Return (the model, without memory and in training mode, the plan decided for it).
+    """Return (model, plan): the model on meta in training mode, and the plan decided for it.
 
     Args:
         spec: The plan, as declared.

@@ -1,7 +1,7 @@
 """Make a transformers config small, so that the plan still divides the same sizes evenly.
 
 The small config keeps the ratio of query to key heads, the kinds of layers, special tokens inside
-the vocabulary, and for each size if it is a multiple of tp. The constants list the names under
+the vocabulary, and whether each size is a multiple of tp. The constants list the names under
 which configs state sizes.
 """
 

@@ -110,7 +110,7 @@ def watch(
         targets: Targets of the same samples.
         loss_fn: Maps the model's output and the targets to the loss.
         device: Name of the device whose kernels are emulated, as for `fake_step`.
-        asks: The microbatches to run, fastest with equal `again` next to each other.
+        asks: The microbatches to run, fastest with equal `recomputed` next to each other.
         is_steady: If True, an earlier call found that this model keeps nothing between
             microbatches, so each needs to run only once.
     """
@@ -203,7 +203,7 @@ class _CostWatch:
                 fqn=block, shard_axes=(), replicate_axes=(), reshard_after_forward=False,
                 precision=Precision(), reason=Reason("marked"), casts_inputs=False,
             )  # fmt: skip
-            # A unit must own a parameter to record the end of its backward; "" names none.
+            # The recorder skips units without parameters, so name one that does not exist: "".
             self._recorder.watch(self._wrapped.get_submodule(block), alone, ("",))
 
     def _each(

@@ -77,9 +77,9 @@ class CurrentModule:
 
     def _note(self) -> None:
         if running_node() is not None:
-            return  # Recomputation in backward belongs to the node that runs.
+            return  # Ops recomputed in backward are attributed to the autograd node that runs them.
         number = autograd_sequence()
-        if number < self._numbers[-1]:  # Each thread counts for itself.
+        if number < self._numbers[-1]:  # Another thread, whose autograd numbers start anew.
             self._numbers, self._owners = [-1], [("", False)]
         if torch.is_grad_enabled():
             self._numbers.append(number)

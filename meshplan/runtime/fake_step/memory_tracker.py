@@ -136,7 +136,7 @@ class MemoryTracker(Watching):
                     self._overlooked.add(known[0])
 
     def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count recorded tensors in host memory, and later all results of them alone as well."""
+        """Count recorded tensors as host memory, and so all results computed from them alone."""
         for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):
             size = self._sizes[number]
             self._change(number, 0)

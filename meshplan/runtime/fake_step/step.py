@@ -255,7 +255,7 @@ def _attribute_compiled_outputs(model: nn.Module, tracker: MemoryTracker) -> Non
 
 
 def _counters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the step counts that torch has on the host: those of neither fused nor capturable."""
+    """Yield the step counts that torch keeps on the host, unless `fused` or `capturable` is set."""
     for group in optimizer.param_groups:
         if group.get("fused") or group.get("capturable"):
             continue

@@ -83,7 +83,7 @@ class Dispatcher:
             plain_args, plain_kwargs = self._plain(args, given), self._plain(kwargs, given)
             try:
                 out = func(*plain_args, **plain_kwargs)
-            except NotImplementedError:  # Not on meta tensors; the full dispatch may.
+            except NotImplementedError:  # The full dispatch may have another rule.
                 out = NotImplemented
         if isinstance(out, torch.Tensor):
             return self._faked(out, given)

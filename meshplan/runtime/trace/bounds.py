@@ -6,7 +6,7 @@ memory as the step, provided that selecting fewer elements makes no tensor large
 the step is traced once more with half of the elements selected (`check_grows`).
 
 The size of some buffers is known to a library only, such as cuDNN. The first trace counts the most
-that such a buffer may have, the second one element.
+that such a buffer may have, the second trace one element.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def buffer_elements(count: int, problem: Problem) -> int:
     picks = _PICKING.get()
     if picks is None:
         raise UnknownBufferError(problem)
-    return count if picks.has_buffers else min(count, 1)  # 0 would make no event.
+    return (
+        count if picks.has_buffers else min(count, 1)
+    )  # A buffer of 0 bytes would not appear in the log.
 
 
 def taken_to_pick(args: Any) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ def with_dtype(model: nn.Module, spec: Spec) -> Spec:
 
 
 def is_tokens(stated: InputSpec) -> bool:
-    """Return True if an input, whose dtype must be known, is token ids: two dims of integers."""
+    """Return True if an input has the form of token ids: two dims of integers."""
     return len(stated.shape) == 2 and str(stated.dtype).startswith("int")
 
 
@@ -138,7 +138,7 @@ def _reads_tokens(model: nn.Module) -> bool:
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """Return the model's output on a tensor, a tuple of arguments or a mapping of keyword ones."""
+    """Return the model's output on a tensor, a tuple of arguments or a mapping of keywords."""
     args, kwargs = as_arguments(inputs)
     return model(*args, **kwargs)
 

@@ -126,7 +126,7 @@ def _holds_tables(cache: Any) -> bool:
 
 
 def _inside(item: Any, beside: Any = None) -> Iterator[Any]:
-    """Yield the item and the objects it references, up to `_DEPTH` levels; `beside` is skipped."""
+    """Yield the item and what it references, up to `_DEPTH` levels deep, without `beside`."""
     edge, seen = [item], {id(item), id(beside)}
     yield item
     for _ in range(_DEPTH):

@@ -1,7 +1,7 @@
 """Scaling of gradients before an optimizer step.
 
-Gradients are multiplied by the factor that weighting the losses has left over, divided by the fp16
-loss scale, and clipped.
+Gradients are multiplied by the part of the loss weight that is known only after the last loss,
+divided by the fp16 loss scale, and clipped.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     powers = []
     for (axes, is_there), parts in sorted(by_axes.items()):
         own = _power_sum(parts, norm_type)
-        own = to_device(own) if is_there else own  # The all-reduce needs it there.
+        own = to_device(own) if is_there else own  # NCCL reduces only tensors on the device.
         powers.append(_sum_over(own, axes, mesh, norm_type))
     stacked = torch.stack([*powers, torch.zeros((), device=device())])
     power = stacked.max() if math.isinf(norm_type) else stacked.sum()

@@ -2,8 +2,8 @@
 
 How far two correct trainings may drift apart depends on the model. A sum in another order rounds
 differently, and half precision rounds at every step. A deep network amplifies such differences, and
-so does an activation close to a kink, such as that of ReLU at 0. So the process also trains with
-simulated rounding: its distance from the training without is the effect of the precision alone.
+so does an activation close to a kink, such as that of ReLU at 0. So the process also trains a
+second time, with simulated rounding. The two trainings differ by the effect of rounding alone.
 """
 
 from __future__ import annotations
@@ -205,9 +205,9 @@ def _parts(
 ) -> list[tuple[Any, tuple[torch.Tensor, ...], bool]]:
     """Cut a global batch into parts that must run separately; return them as tuples.
 
-    Each is (inputs, targets, keeps_statistics). `keeps_statistics` is False if buffers that the
-    forward of this part changes must be restored: norms that are not synchronized compute
-    statistics over each rank's samples, and only those of rank 0 are saved.
+    Each part is (inputs, targets, keeps_statistics). If `keeps_statistics` is False, the buffers
+    that the forward changes must be restored. That is so for parts of data ranks other than 0 if
+    norms are not synchronized, because only the running statistics of rank 0 are saved.
     """
     count, ranks = microbatches_alone(model, plan), plan.num_data_ranks
     if not own_statistics(model, plan):

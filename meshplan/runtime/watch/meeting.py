@@ -109,7 +109,7 @@ def will_not_come(job: Job, report: Mapping[str, Any]) -> str:
             return ""
         forwards = own.forwards[tuple(report["ranks"])]
         num, switches = report["forwards"]
-        # This rank has already begun that forward, without the switch to the other kind.
+        # This rank has begun that forward already, but without switching between training and eval.
         if report["name"] in _KINDS and forwards.num >= num and forwards.switches < switches:
             return own.running or own.last
     if meeting is not None and report["rank"] in meeting.ranks:

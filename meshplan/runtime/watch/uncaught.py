@@ -27,7 +27,7 @@ def show_uncaught(error: BaseException, hook: Hook) -> None:
     """Print an exception that ends this rank.
 
     Under torchrun a problem of a plan or a model is printed without a traceback, by the first rank
-    of a node only, and left for torchrun's own summary, which ends with it. With
+    of each node, and written to the error file that torchrun's summary shows at the end. With
     MESHPLAN_TRACEBACK=1, without torchrun, and for errors of other kinds, `hook` prints it.
 
     Args:

@@ -94,8 +94,8 @@ def _collectives(each: Mapping[str, Any]) -> str:
 def _has_foreign_group(reports: Mapping[int, Mapping[str, Any]]) -> bool:
     """Return True if a process outside the job may be a member of a rank's process group.
 
-    It may be a server that receives new weights, for example. Its group has a member whose number
-    is no rank of the job, or one whose own report lacks the group.
+    Such a process may be a server that receives new weights, for example. Its group has a member
+    whose number is not a rank of the job, or a member that does not report the group.
     """
     known = {rank: {tuple(r) for r, _ in each["groups"]} for rank, each in reports.items()}
     return any(

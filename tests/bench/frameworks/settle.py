@@ -8,8 +8,9 @@ first step is played without states, then they are made, then a step like the co
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from meshplan.memory.log.events import Event, EventLog, Term, on_streams
+from meshplan.memory.log.events import Event, EventLog, Term
 
 
 def settled(log: EventLog, streams: Mapping[tuple[Term, int], int]) -> EventLog:
@@ -37,3 +38,23 @@ def settled(log: EventLog, streams: Mapping[tuple[Term, int], int]) -> EventLog:
     for delta, storage, when in step:
         events.append(Event(delta, storage if storage in own else storage + shift, when))
     return EventLog(tuple(storages), tuple(events), log.phases)
+
+
+def on_streams(log: EventLog, streams: Mapping[tuple[Term, int], int]) -> EventLog:
+    """Return the log with the wrappers' storages moved to the CUDA streams that they use.
+
+    Args:
+        log: The log, in which these storages are on stream 0.
+        streams: Stream number by (term, bytes at birth). Storages that an operator made, that are
+            already on a stream other than 0, or that are not listed, keep their stream.
+    """
+    sizes: dict[int, int] = {}
+    for delta, storage, _ in log.changes:
+        sizes.setdefault(storage, delta)
+    storages = tuple(
+        each
+        if each.op or each.stream
+        else each._replace(stream=streams.get((each.term, sizes.get(n, 0)), 0))
+        for n, each in enumerate(log.storages)
+    )
+    return replace(log, storages=storages)

@@ -3,9 +3,10 @@
 A torch function mode is active while the model runs, also when checkpointed blocks are recomputed
 in backward. It intercepts three calls. `scaled_dot_product_attention` over the sequence attends to
 the whole sequence. `torch.arange(n)` and `table[:n]`, from which models make positions, return the
-positions or rows of this rank's tokens. A call is about the sequence if, at the same place in the
-model's code, its length was that of the whole sequence when the proof ran the model on the whole,
-and that of the part when the proof ran it on a part. A matching length alone is not enough.
+positions or rows of this rank's tokens. A call is about the sequence if its length was that of the
+whole sequence when the proof ran the model on the whole, and that of the part when the proof ran it
+on a part. Calls in these runs are identified by their place in the model's code. A matching length
+alone is not enough.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ class SequenceMode(TorchFunctionMode):
         return answer(self, sys._getframe(1), args, kwargs)
 
     def is_about_sequence(self, frame: FrameType, *lengths: int, dim: int = 0) -> bool:
-        """Return True if a call is about the sequence; refuse a call that the proof never saw.
+        """Return True if a call asks for as many items as the sequence has tokens.
+
+        A call that may do so, but did not occur when the model was tested under cp, is refused.
 
         Args:
             frame: The frame that makes the call.
@@ -287,7 +290,7 @@ def _as_proved(
     is_masked = options.get("attn_mask") is not None
     if not proved or _shapes(k, v) in proved or not (is_masked or mode.trial):
         return k, v
-    if is_masked:  # Otherwise the proof runs, and reports the difference itself.
+    if is_masked:  # Without a mask this is the trial run, which reports the difference itself.
         mode.refuse(MASKED)
     # The proved shape may have fewer key heads than this rank has query heads.
     options["enable_gqa"] = True

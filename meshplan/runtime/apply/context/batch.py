@@ -195,7 +195,8 @@ class Feed:
             given: Positions that the caller passed.
             positions: Positions of this rank's tokens in one sample that starts at 0.
         """
-        # Positions of one sample differ from `positions` by one constant on all ranks.
+        # A single sample may start at any position, so its positions differ from `positions` by a
+        # constant, the same one on all ranks.
         shift = given - positions if isinstance(given, torch.Tensor) else None
         if shift is None or shift.shape[-1:] != positions.shape[-1:]:
             return False

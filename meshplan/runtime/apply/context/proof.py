@@ -83,8 +83,8 @@ class _PartRun(AttentionTrial):
         if lengths[-1] != self.part_length and len(lengths) == 1:
             return False
         before = self.whole.calls.get(site, set())
-        # A call with these same lengths in the run on the whole does not depend on the sequence's
-        # length. A call about the sequence had the length of the whole there.
+        # In the run on the whole sequence, a call that depends on the sequence's length had
+        # that length in place of the part's. A call with these same lengths does not depend on it.
         scaled = tuple(self.length if n == self.part_length else n for n in lengths)
         found = lengths[-1] == self.part_length and scaled in before and lengths not in before
         self.known[(*site, *lengths)] = found

@@ -41,7 +41,7 @@ def follow_trainability(model: nn.Module, plan: Plan, renew: Callable[[], None])
         if now == known:
             return
         known = now
-        if plan.assignment.stages is None:  # Stages run in turn and exchange this themselves.
+        if plan.assignment.stages is None:  # Stages exchange this with their shapes.
             _compare({name for name, is_trained in zip(params, now, strict=True) if is_trained})
         if isinstance(model, DistributedDataParallel):
             renew_reducer(model)

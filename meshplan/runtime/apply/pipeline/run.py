@@ -344,7 +344,7 @@ class PipelineStep:
     def _send_backward(self, stage: int, m: int) -> None:
         peer = self._peer(stage - 1)
         assert peer is not None
-        self._wait("F", stage, m)  # If this rank failed, its forward did not.
+        self._wait("F", stage, m)  # A rank that failed skipped the forward, which waits too.
         gradients = self._gradients(self._flight(stage, m))
         self._send(gradients, peer, Action("SEND_B", stage, m))
 

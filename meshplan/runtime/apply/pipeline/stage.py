@@ -222,8 +222,8 @@ class Replay:
                 self.kept[value] = tensor.clone() if value in program.written else tensor
 
     def _outgoing(self, value: int) -> torch.Tensor:
-        # Not a received leaf itself, since the backwards of two stages would end in it, and not a
-        # view, about which FSDP2 warns.
+        # A received leaf is cloned, because the backwards of two stages would end in it otherwise.
+        # A view is cloned, because FSDP2 warns about views.
         if value in self.received:
             return self.received[value].clone()
         kept = self.kept[value]

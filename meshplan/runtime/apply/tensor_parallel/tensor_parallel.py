@@ -178,7 +178,7 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
         return local.clone() if use.is_written else local
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    if not use.pieces:  # Fused pieces: the output is a local tensor and stays one.
+    if not use.pieces:  # The output of a fused projection is a local tensor already.
         module.register_forward_hook(leave)
 
 
