@@ -1,35 +1,47 @@
 """What the documents say is what happens. `python -m tests.test_docs [WORD]` refreshes the pages.
 
 A block of a page under `<!-- file: PATH -->` is that file; one under `<!-- output: COMMAND -->` is
-what the command prints. Behind either, `| grep -E PATTERN`, `| head -N` and `| tail -N` pick lines.
-Pages are README.md and those of `PAGES`.
+what the command prints, with `(exit 1)` behind a command whose answer is no. Behind either,
+`| grep -E PATTERN`, `| head -N` and `| tail -N` pick lines. A table under `<!-- table: SECTION -->`
+is of the keys of plan.yaml. At `<!-- generated: NAME -->`, the site has more than the page. Pages
+are README.md and those of docs/.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
 
+from meshplan.cli.app import _parser
+from tools.docs.reference import keys_table
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+DOCS = ROOT / "docs"
 PAGES = {
-    name: (ROOT / "docs" / f"{name}.md").read_text()
-    for name in ("plan_reference", "training", "planning", "evidence", "commands")
+    str(path.relative_to(DOCS).with_suffix("")): path.read_text()
+    for path in sorted(DOCS.rglob("*.md"))
 }
-"""Pages that the README leads to, by name; each may quote files and outputs too."""
+"""Pages of docs/ by name, such as "how-to/first_plan"; each may quote files and outputs too."""
 MAX_README_LINES = 180
 SLOW = ("torchrun", "meshplan demo", "meshplan verify")
 """Commands that take more than a second or two."""
 
 BLOCK = re.compile(r"<!-- (file|output): (.+?) -->\n```(\w*)\n(.*?)```", re.DOTALL)
+TABLE = re.compile(r"<!-- table: (.+?) -->\n((?:\|.*\n)*)")
+GENERATED = re.compile(r"<!-- generated: (\w+) -->")
+NO = " (exit 1)"
+"""Behind a command whose answer is no."""
 PROGRAMS = {
     "meshplan": ["-c", "import sys; from meshplan.cli.app import main; sys.exit(main())"],
     "torchrun": ["-m", "torch.distributed.run"],
@@ -54,9 +66,14 @@ def picked(text: str, filters: list[str]) -> str:
 
 
 def output_of(command: str) -> str:
-    """What the command prints on stdout, run by this very Python."""
+    """What the command prints on stdout, run by this very Python, and picked by filters."""
     command, *filters = command.split(" | ")
-    program, *words = shlex.split(command)
+    return picked(whole_output_of(command), filters)
+
+
+@cache
+def whole_output_of(command: str) -> str:
+    program, *words = shlex.split(command.removesuffix(NO))
     done = subprocess.run(
         [sys.executable, *PROGRAMS[program], *words],
         cwd=ROOT,
@@ -65,9 +82,9 @@ def output_of(command: str) -> str:
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == int(command.endswith(NO)), done.stderr
     assert "UserWarning" not in done.stderr  # Such as another batch than the plan's.
-    return picked(done.stdout, filters)
+    return done.stdout
 
 
 def file_of(what: str) -> str:
@@ -101,6 +118,13 @@ def test_a_page_shows_the_output(command, text):
     assert text == output_of(command)
 
 
+@pytest.mark.parametrize(
+    ("section", "text"), [found for page in PAGES.values() for found in TABLE.findall(page)]
+)
+def test_a_page_shows_the_table(section, text):
+    assert text == keys_table(section)
+
+
 def test_filters_pick_lines_as_in_a_shell():
     text = "ab\nb\nabc\nc\n"
     assert picked(text, ['grep -E "a|c"', "head -2"]) == "ab\nabc\n"
@@ -112,7 +136,11 @@ def test_filters_pick_lines_as_in_a_shell():
 @pytest.mark.parametrize("name", ["README", *PAGES])
 def test_every_marker_of_a_page_is_checked(name):
     page = PAGES.get(name, README)
-    assert page.count("<!--") == len(BLOCK.findall(page)) >= 7 * (name == "README")
+    checked = len(BLOCK.findall(page))
+    assert checked >= 7 * (name == "README")
+    assert page.count("<!--") == sum(
+        len(each.findall(page)) for each in (BLOCK, TABLE, GENERATED)
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("command", [what for kind, what, *_ in BLOCK.findall(README)
@@ -161,19 +189,23 @@ def test_scripts_stop_at_the_first_failure(path):
     assert os.access(ROOT / path, os.X_OK)
 
 
-@pytest.mark.parametrize(
-    "verb",
-    sorted(
-        set(re.findall(r"(?:`|/|output: )meshplan ([a-z]+)\b", "".join([README, *PAGES.values()])))
-    ),
-)
-def test_the_verbs_of_the_pages_exist(verb):
-    assert verb in output_of(f"meshplan {verb} --help")
+(VERBS,) = (each for each in _parser()._actions if isinstance(each, argparse._SubParsersAction))
+PARSERS = VERBS.choices
+"""The parser of each verb."""
+COMMAND = re.compile(r"(?:`|&& |output: |```sh\n)meshplan ([a-z]+)\b([^`\n|]*)")
+
+
+@pytest.mark.parametrize("name", ["README", *PAGES])
+def test_the_verbs_and_flags_of_a_page_exist(name):
+    for verb, words in COMMAND.findall(PAGES.get(name, README)):
+        flags = {flag for action in PARSERS[verb]._actions for flag in action.option_strings}
+        named = {each.split("=")[0] for each in re.findall(r"(?<=\s)--?[a-z][\w-]*", words)}
+        assert named <= flags, (verb, words)
 
 
 def test_the_commands_page_has_every_verb_in_the_words_of_the_help():
     told = re.sub(r"\s+", " ", output_of("meshplan --help").partition("  VERB\n")[2])
-    rows = re.findall(r"^\| `([a-z]+)` \| (.+?) \|", PAGES["commands"], re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z]+)` \| (.+?) \|", PAGES["reference/commands"], re.MULTILINE)
     assert told.strip() == " ".join(f"{verb} {says}" for verb, says in rows)
 
 
@@ -227,19 +259,36 @@ def test_the_readme_links_as_an_index_shows_it():
         check_link(link)
 
 
+def slugs(text: str) -> set[str]:
+    """The sections of a page, as links name them."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_the_links_of_a_page_lead_to_files_and_sections(name):
-    links = ["".join(found) for found in LINK.findall(PAGES[name])]
-    assert links
-    for link in links:
+    for link in ["".join(found) for found in LINK.findall(PAGES[name])]:
         if link.startswith("https://"):
             check_link(link)
         else:
             path, _, section = link.partition("#")
-            text = (ROOT / "docs" / path).read_text()
-            titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-            assert not section or section in [title.lower().replace(" ", "-") for title in titles]
-    assert f"/docs/{name}.md)" in README
+            target = (DOCS / name).parent / path if path else DOCS / f"{name}.md"
+            assert target.is_file(), link
+            assert not section or section in slugs(target.read_text()), link
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    found, left = set(), {"README"}
+    while left:
+        name = left.pop()
+        found.add(name)
+        page = PAGES.get(name, README)
+        ours = re.findall(r"/blob/main/docs/([\w/-]+)\.md", page)
+        for path in re.findall(r"\]\(([\w./-]+)\.md\b", page) if name != "README" else []:
+            target = (DOCS / name).parent / path
+            ours.append(str(target.resolve().relative_to(DOCS)))
+        left |= {each for each in ours if each in PAGES} - found
+    assert found - {"README"} == PAGES.keys()
 
 
 @pytest.mark.parametrize(
@@ -274,18 +323,29 @@ def files_of_the_repository() -> list[Path]:
     return [path for line in listed.stdout.splitlines() if (path := ROOT / line).is_file()]
 
 
-def places_of_a_machine(text: str) -> list[str]:
-    """Absolute paths that exist on one machine only, and paths that leave the repository."""
+def places_of_a_machine(text: str, folder: Path = ROOT) -> list[str]:
+    """Absolute paths that exist on one machine only, and paths that leave the repository.
+
+    Args:
+        text: Text of a file.
+        folder: The folder of the file, from which its relative paths lead.
+    """
     here = "|".join(re.escape(str(path)) for path in {ROOT, ROOT.parent, Path(sys.prefix)})
     somewhere = r"/(?:home|root|opt|mnt|srv|Users)(?=/)"
-    return re.findall(rf"(?<![\w./~-])(?:(?:{here})(?=/)|{somewhere}|\.\./\w+)", text)
+    found = re.findall(rf"(?<![\w./~-])(?:(?:{here})(?=/)|{somewhere}|\.\./\w[\w./-]*)", text)
+    return [each for each in found if not (each[0] == "." and is_ours(folder / each))]
+
+
+def is_ours(path: Path) -> bool:
+    """Return True if a path leads to something in the repository."""
+    return path.exists() and path.resolve().is_relative_to(ROOT)
 
 
 def test_no_file_names_the_machine_it_was_written_on():
     found = {
         str(path.relative_to(ROOT)): places
         for path in files_of_the_repository()
-        if (places := places_of_a_machine(path.read_text(errors="replace")))
+        if (places := places_of_a_machine(path.read_text(errors="replace"), path.parent))
     }
     assert found == {}
 
@@ -304,9 +364,12 @@ def refresh(word: str = "") -> None:
             return found[0]
         return f"<!-- {kind}: {what} -->\n```{language}\n{SOURCES[kind](what)}```"
 
+    def table(found: re.Match[str]) -> str:
+        return f"<!-- table: {found[1]} -->\n{keys_table(found[1])}"
+
     (ROOT / "README.md").write_text(BLOCK.sub(real, README))
     for name, page in PAGES.items():
-        (ROOT / "docs" / f"{name}.md").write_text(BLOCK.sub(real, page))
+        (DOCS / f"{name}.md").write_text(TABLE.sub(table, BLOCK.sub(real, page)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of keys is what the code does. `python -m tests.test_keys` refreshes docs/defaults.md.
+"""The table of keys is what the code does.
 
 Which seeded bug would this catch? A key without a row, a default that the values do not have, a key
 that the planner chooses and the table does not say so.
@@ -31,8 +31,7 @@ from meshplan.spec.spec import (
     Spec,
 )
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "defaults.md"
-HEAD = "|---|---|---|\n"
+REFERENCE = (Path(__file__).resolve().parent.parent / "docs/reference/plan.md").read_text()
 STATED_ONLY = {
     "version", "model", "hardware.gpus_per_node", "hardware.gpu", "hardware.memory",
     "hardware.intra", "hardware.inter", "batch.seq_len", "input.shape",
@@ -47,18 +46,6 @@ BASE = {
     "tp_plan": "hf", "sequence_parallel": True, "context": {"attention": "all_gather"},
     "loss_chunks": 8, "allocator": "expandable",
 }  # fmt: skip
-
-
-def table() -> str:
-    """The rows, as Markdown."""
-    return "".join(
-        f"| `{key.path}` | {key.default} | {'yes' if key.chosen else ''} |\n".replace("|  |", "| |")
-        for key in KEYS
-    )
-
-
-def test_the_page_has_the_table():
-    assert PAGE.read_text().partition(HEAD)[2] == table()
 
 
 def paths_of_the_format() -> set[str]:
@@ -82,9 +69,6 @@ def test_every_key_of_the_format_has_a_row_or_no_default():
         *(f"mesh.{axis}" for axis in AXES), "input.dtype", "input.shape", "solve.objective",
         "solve.time_limit", "solve.keep",
     }  # fmt: skip
-
-
-REFERENCE = PAGE.with_name("plan_reference.md").read_text()
 
 
 def test_the_reference_has_a_row_for_every_key_style_and_word():
@@ -148,7 +132,3 @@ def test_a_headroom_is_left_only_where_it_is_stated():
     assert Spec().input is None
     with pytest.raises(SpecError):
         load_spec({"version": 1, "hardware": {"gpus_per_node": 8, "headroom": 1}})
-
-
-if __name__ == "__main__":
-    PAGE.write_text(PAGE.read_text().partition(HEAD)[0] + HEAD + table())

@@ -1,4 +1,4 @@
-"""The JSON Schema of plan.yaml, made from the decoders that read it and the table of defaults.
+"""The JSON Schema of plan.yaml, made from the decoders that read it, the meanings and the defaults.
 
 An editor with a YAML language server completes and checks a plan with it. The schema describes each
 key by itself. Keys that contradict each other or the model are found by `meshplan check` only.
@@ -6,10 +6,11 @@ key by itself. Keys that contradict each other or the model are found by `meshpl
 
 from __future__ import annotations
 
-from copy import deepcopy
+import json
 from typing import Any, Final
 
 from meshplan.spec.keys import KEYS
+from meshplan.spec.meanings import MEANINGS
 from meshplan.spec.schema import PLAN_FORM
 
 SCHEMA_URL: Final = "https://raw.githubusercontent.com/meshplan/meshplan/main/docs/plan.schema.json"
@@ -18,24 +19,31 @@ EDITOR_LINE: Final = f"# yaml-language-server: $schema={SCHEMA_URL}"
 
 
 def plan_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft-07) of a plan file, with the default of each key."""
+    """Return the JSON Schema (draft-07) of a plan file; it describes each key and its default."""
     schema: dict[str, Any] = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "$id": SCHEMA_URL,
         "title": "meshplan plan",
-        **deepcopy(PLAN_FORM),
+        # Keys share the forms of their decoders. In JSON each has its own, which can be described.
+        **json.loads(json.dumps(PLAN_FORM)),
     }
+    texts = {path: f"{means}." for keys in MEANINGS.values() for path, means in keys.items()}
     for key in KEYS:
         chosen = "; `meshplan plan` chooses it" if key.chosen else ""
-        for form in _forms_at(schema, key.path.split(".")):
-            form["description"] = f"If left out: {key.default}{chosen}."
+        before = f"{texts[key.path]} " if key.path in texts else ""
+        texts[key.path] = f"{before}If left out: {key.default}{chosen}."
+    for path, says in texts.items():
+        for form in _forms_at(schema, path.split(".")):
+            form["description"] = says
     return schema
 
 
 def _forms_at(form: dict[str, Any], path: list[str]) -> list[dict[str, Any]]:
-    """Return the forms of a key in all alternatives of a form that has it."""
+    """Return the forms of a key in all alternatives of a form, or of its items, that has it."""
     if not path:
         return [form]
-    inner = [form["properties"][path[0]]] if path[0] in form.get("properties", {}) else []
-    found = [each for child in inner for each in _forms_at(child, path[1:])]
-    return found + [each for one in form.get("anyOf", ()) for each in _forms_at(one, path)]
+    child = form.get("properties", {}).get(path[0], {"not": None})
+    # A form with "not" is one of `states`, which demands a key and says nothing about its values.
+    found = [] if "not" in child else _forms_at(child, path[1:])
+    others = [*form.get("anyOf", ()), *([form["items"]] if "items" in form else [])]
+    return found + [each for one in others for each in _forms_at(one, path)]

@@ -2,7 +2,7 @@
 
 Every command uses the default of a key that the plan leaves out, unless a valid lock of
 `meshplan plan` has a value for it. A key that is `auto` needs the planner in every command.
-docs/defaults.md shows this table.
+docs/reference/plan.md shows this table, beside what each key means (`meanings`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every picture once, with the command that draws it: writes `docs/gallery.md` and its pictures.
+"""Every picture once, with the command that draws it: writes the pages of `docs/gallery/`.
 
 python -m tests.bench.gallery
 """
@@ -17,7 +17,7 @@ from meshplan.cli.app import main as meshplan
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDER: Final = ROOT / "docs" / "gallery"
-PAGE: Final = ROOT / "docs" / "gallery.md"
+PAGE: Final = FOLDER / "pictures.md"
 MOST_BYTES: Final = 200_000
 
 _HYBRID: Final = (
@@ -73,7 +73,7 @@ def main() -> int:
     """Draw all of them and write the page; 1 where a picture is too large."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     lines = [
-        "# Gallery",
+        "# Pictures",
         "Every picture that `meshplan draw` knows, with the command under it; none of these needs",
         "a GPU, or torch. `python -m tests.bench.gallery` draws them again. `plan.draw(...)` shows",
         "the same in a notebook, and a name that ends in `.svg` or `.html` writes those.",
@@ -92,7 +92,7 @@ def main() -> int:
             too_large.append(shown.file)
         lines += [
             f"## {shown.question}",
-            f"![{shown.what}](gallery/{shown.file})",
+            f"![{shown.what}]({shown.file})",
             "```sh",
             f"meshplan {command} -o {shown.file}",
             "```",

@@ -1,6 +1,6 @@
 """What the planner picks for known models on 1 to 16,384 GPUs: `docs/plans.md`.
 
-    python -m tests.bench.plans_table [--devices h100-sxm-80gb,...] [--limit 30] > docs/plans.md
+    python -m tests.bench.plans_table [--devices h100-sxm-80gb,...] [--limit 30] > FILE
 
 Beside it stands the configuration that people published for the same model and number of GPUs, with
 its source. It may be of a card with more memory, compiled, or of another batch, as it says.
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Final
 
@@ -191,7 +192,8 @@ microbatch, what each block recomputes, where a pipeline is cut) but that nothin
 bf16-mixed, AdamW, nodes of eight.
 Times are the model's, with generic constants of meshplan's own runtime, and no GPU was run; memory
 was replayed. A search ends after {limit:g} s with the best so far, on a machine that had other
-work. A number in the last column is of what people published for this model, this number of GPUs
+work. Planned on {date.today()}.
+A number in the last column is of what people published for this model, this number of GPUs
 and such a card, below.
 """)
     header = ("model", "GPUs", "plan", "recomputed", "a step", "tokens/s per GPU", "MFU", "memory",

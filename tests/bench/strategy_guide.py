@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Final
 
@@ -122,7 +123,7 @@ The common rule goes by size and number of GPUs: a single GPU while that holds t
 the planner for each of its cells: H100 80 GB, eight a node, 50 GB/s for each GPU between nodes,
 bf16-mixed, AdamW, the whole mesh free, nothing offloaded. "As good" is within {SLACK:.0%},
 where the planner takes what has fewer axes and fewer different blocks. Times are the model's, not
-measured.
+measured. Planned on {date.today()}.
 
 ```""")
     print(*columns([header, *rows()], "<<<<<>><"), sep="\n")

@@ -1,4 +1,4 @@
-"""docs/trust.md against the code: what each verb reads, runs and writes, seen by an audit hook.
+"""The page on trust against the code: what each verb reads, runs and writes, by an audit hook.
 
 Which seeded bug would this catch? A verb that is not in the table, or that reads, runs or writes
 what the table does not name; a table that names what no verb does.
@@ -28,7 +28,7 @@ from tests.planner.test_planner import job
 __all__ = ["folder", "job"]
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "trust.md").read_text()
+PAGE = (ROOT / "docs/trust.md").read_text()
 ROWS = {
     row[0]: row[1:]
     for line in PAGE.splitlines()

@@ -21,6 +21,7 @@ from meshplan.layout.styles import EXPERT_STYLE, PLANNED_STYLES, STYLE_NAMES
 from meshplan.spec import schema
 from meshplan.spec.json_schema import plan_schema
 from meshplan.spec.keys import KEYS
+from meshplan.spec.meanings import MEANINGS
 from meshplan.spec.reader import load_spec
 
 ROOT: Final = Path(__file__).parents[2]
@@ -152,6 +153,14 @@ def test_the_plans_of_the_project(path: Path) -> None:
 def test_every_default_is_described() -> None:
     text = json.dumps(plan_schema())
     assert all(json.dumps(f"If left out: {key.default}")[1:-1] in text for key in KEYS)
+
+
+def test_every_key_is_described_and_no_description_is_at_two_keys() -> None:
+    """Which seeded bug would this catch? Keys with one decoder whose forms are one object."""
+    text = json.dumps(plan_schema())
+    for keys in MEANINGS.values():
+        for path, means in keys.items():
+            assert text.count(f'"description": {json.dumps(f"{means}.")[:-1]}') == 1, path
 
 
 def test_the_published_schema_is_this_one() -> None:
