@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, Final
 
@@ -127,7 +128,8 @@ def main() -> None:
     print(f"""# How long a plan takes
 
 `python -m tests.bench.search_time --runs {args.runs}`: whole processes, all of the space open,
-median of {args.runs}; what is wanted is for two cores with nothing else to do.
+median of {args.runs}; what is wanted is for two cores with nothing else to do. Timed on
+{date.today()}.
 
 ```""")
     print(*columns(rows, "<>>>>>>"), sep="\n")
