@@ -319,7 +319,7 @@ def test_a_rank_whose_turn_never_comes_is_not_over() -> None:
                 [0, 1], write, ReplayCache("", load_spec({"version": 1})), summarised=True,
                 only_summarised=False, stop_above_bytes=1164 << 20, keeps_logs=False,
             )
-            return [each.figures.reserve.reserved_bytes >> 20 for each in ranks.tell([0, 1])]
+            return [each.figures.reserve.reserved_bytes >> 20 for each in ranks.results([0, 1])]
 
         assert told() == [1104, 1054]
         with cores._SECOND:

@@ -23,6 +23,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "transcripts"
 PROGRAMS = {"meshplan": "-m meshplan", "python": "", "torchrun": "-m torch.distributed.run"}
+LONG = frozenset({"gpt", "llama", "vision"})
+"""Transcripts that take half a minute and more."""
 MEASURED = re.compile(r"^(loss, step|gradient norm|step \d+: loss|parameters: ok|collectives of)")
 
 
@@ -61,7 +63,13 @@ def replayed(text: str, folder: Path) -> Iterator[str]:
         yield ""
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.txt")))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.stem, marks=[pytest.mark.wide] if path.stem in LONG else [])
+        for path in sorted(FOLDER.glob("*.txt"))
+    ],
+)
 def test_every_answer_is_todays(name: str, tmp_path: Path) -> None:
     text = (FOLDER / f"{name}.txt").read_text()
     assert "\n".join(replayed(text, tmp_path)) + "\n" == text

@@ -152,7 +152,7 @@ def _runs(order: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
     A run is a number of forwards that are each followed by a backward, or of forwards (one in each
     round), or of backwards (all in a single round).
 
-    >>> [(*stretch, times) for stretch, times in _stretches("FFFBFBB")]
+    >>> [(*run, times) for run, times in _runs("FFFBFBB")]
     [('F', 2), ('F', 'B', 2), ('B', 1)]
     """
     at = 0
