@@ -1,4 +1,4 @@
-"""Every picture once, with the command that draws it: writes the pages of `docs/gallery/`.
+"""Every picture once, with the command that draws it: writes `docs/gallery.md` and its pictures.
 
 python -m tests.bench.gallery
 """
@@ -17,7 +17,7 @@ from meshplan.cli.app import main as meshplan
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDER: Final = ROOT / "docs" / "gallery"
-PAGE: Final = FOLDER / "pictures.md"
+PAGE: Final = ROOT / "docs" / "gallery.md"
 MOST_BYTES: Final = 200_000
 
 _HYBRID: Final = (
@@ -92,7 +92,7 @@ def main() -> int:
             too_large.append(shown.file)
         lines += [
             f"## {shown.question}",
-            f"![{shown.what}]({shown.file})",
+            f"![{shown.what}](gallery/{shown.file})",
             "```sh",
             f"meshplan {command} -o {shown.file}",
             "```",
