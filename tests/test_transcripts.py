@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,9 +21,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_docs import PROGRAMS
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "transcripts"
-PROGRAMS = {"meshplan": "-m meshplan", "python": "", "torchrun": "-m torch.distributed.run"}
 LONG = frozenset({"gpt", "llama", "vision"})
 """Transcripts that take half a minute and more."""
 MEASURED = re.compile(r"^(loss, step|gradient norm|step \d+: loss|parameters: ok|collectives of)")
@@ -44,7 +46,7 @@ def replayed(text: str, folder: Path) -> Iterator[str]:
     shutil.copytree(FOLDER / "files", work)
     shutil.copy(ROOT / "plans" / "models" / "llama-3.1-8b.json", work / "llama.json")
     for name, words in PROGRAMS.items():
-        (bin_ / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        (bin_ / name).write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, *words])} "$@"\n')
         (bin_ / name).chmod(0o755)
     environment = os.environ | {
         "PATH": f"{bin_}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "NO_COLOR": "1",

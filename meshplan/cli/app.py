@@ -118,7 +118,10 @@ def _estimate(args: argparse.Namespace) -> int:
 
 
 def _asks_for_peaks(args: argparse.Namespace) -> bool:
-    """Return True if a plan and its model are named, and no flag asks about states alone."""
+    """Return True if a plan and its model are named, and no flag asks about states alone.
+
+    Without flags of the size of a model, the only plan of the directory counts as named.
+    """
     of_states = (args.params, args.gpus, args.nodes)
     is_of_states = args.explain or args.max_params or args.min_gpus
     if is_of_states or any(flag is not None for flag in of_states):
@@ -321,10 +324,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         _parser().print_help()
         raise SystemExit(COULD_NOT)
     args, unknown = _parser().parse_known_args(argv)
-    if hasattr(args, "words"):
-        # argparse takes the words of `explain` only up to the first flag.
-        args.words += [word for word in unknown if not word.startswith("-")]
-        unknown = [word for word in unknown if word.startswith("-")]
+    for action in args.parser._actions:
+        if action.nargs in ("+", "*"):  # argparse takes such words only up to the first flag.
+            words = [word for word in unknown if not word.startswith("-")]
+            setattr(args, action.dest, [*getattr(args, action.dest), *words])
+            unknown = [word for word in unknown if word.startswith("-")]
     if not unknown:
         return args
     word = unknown[0].partition("=")[0]

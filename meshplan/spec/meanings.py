@@ -171,4 +171,4 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
     }
 )
-"""By section of the reference, then by path of the key; keys of a rule begin with `rules.`."""
+"""Meanings by section of the reference, then by path of the key: `rules.match` for a rule's."""

@@ -279,3 +279,10 @@ def test_the_worst_of_several_plans_counts(here, capsys):
     assert "none.yaml: there is no such file" in err
     assert main(["check", "good.yaml", "-f", "bad.yaml"]) == 2
     assert main(["check", "good.yaml", "bad.yaml", "--json"]) == 2
+
+
+def test_flags_may_stand_between_the_words_of_a_verb(here, capsys):
+    for name in ("a", "b"):
+        (here / f"{name}.yaml").write_text("version: 1\nmesh: {dp_shard: 2}\n")
+    assert main(["check", "a.yaml", "-q", "b.yaml"]) == 0
+    assert capsys.readouterr().out == "a.yaml: ok\nb.yaml: ok\n"

@@ -17,7 +17,7 @@ from meshplan.model.graph import ModelGraph, TensorInfo, is_inside
 
 @dataclass(frozen=True, slots=True)
 class _Partner:
-    """What a style needs near it: one of several styles; and what to report if it has none."""
+    """The styles of which one must stand near a style, and the problem if none does."""
 
     styles: tuple[str, ...]
     what: str

@@ -33,7 +33,7 @@ _LEAST: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """What `draw_memory` draws of the bars.
+    """The parts, names and legend that `draw_memory` draws.
 
     Args:
         parts: For each bar, pairs (name, bytes); categories too small to see are one part.

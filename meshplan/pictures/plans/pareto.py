@@ -133,7 +133,7 @@ def _dot(evaluated: Evaluated, chosen: Evaluated | None) -> Dot:
 def words_of(evaluated: Evaluated) -> str:
     """Return a line with all that the search decided about a plan.
 
-    Of recomputation it has the number of blocks, not the rules that name them.
+    Recomputation is a number of blocks, without the rules that name them.
     """
     said = settings_of(evaluated)
     return ", ".join(

@@ -172,24 +172,23 @@ def _prose_width() -> int:
 def packed(head: str, parts: Iterable[str]) -> list[str]:
     """Join parts with ";" after a head, as many per line as fit; the next lines are indented.
 
-    They begin below the first part, unless the head fills more than half of a line.
+    The next lines begin below the first part, unless the head fills more than half of a line.
 
     >>> packed("+1%  ", ["mesh: {dp_shard: 8}", "strategy: zero1"])
     ['+1%  mesh: {dp_shard: 8}; strategy: zero1']
     """
     width = _prose_width()
     indent = len(head) if len(head) <= width // 2 else _SMALL_INDENT
-    lines, line = ([], head) if indent == len(head) else ([head.rstrip()], " " * indent)
-    is_empty = True
+    lines, start = ([], head) if indent == len(head) else ([head.rstrip()], " " * indent)
+    line = start
     for part in parts:
-        if is_empty:
+        if line == start:
             line += part
         elif len(line) + len(part) + 2 < width:
             line += f"; {part}"
         else:
             lines.append(f"{line};")
             line = " " * indent + part
-        is_empty = False
     return [piece for each in (*lines, line) for piece in wrapped(each, indent + 2)]
 
 

@@ -121,7 +121,7 @@ def changes_of(plan: Plan) -> Iterator[PlanChange]:
 def _offloads(plan: Plan) -> Iterator[PlanChange]:
     """Yield changes that offload parameters or activations to the host.
 
-    They come before changes that add devices, but copies cost time.
+    These changes come before those that add devices, but copies cost time.
     """
     spec, a = plan.spec, plan.assignment
     offload = spec.offload

@@ -34,22 +34,34 @@ _MOST_PAIRS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class _Combination:
-    """Changes that are made together.
+    """A change that was tried, or several that are made together.
 
     Args:
-        changes: The changes.
-        spec: The plan with all of them.
+        changes: The changes, each made from the plan with those before it.
         high: Upper end of the worst rank's band with all of them, in bytes.
     """
 
     changes: tuple[PlanChange, ...]
-    spec: Spec
     high: int
+
+    @property
+    def spec(self) -> Spec:
+        """The plan with all of the changes."""
+        return self.changes[-1].spec
 
     @property
     def settings(self) -> tuple[str, ...]:
         """The settings of plan.yaml, in the order of the changes."""
         return tuple(change.setting for change in self.changes)
+
+    def fix(self, limit: int) -> Fix:
+        """Return the changes as an answer, for devices with `limit` bytes."""
+        return Fix(
+            change=_words(self.changes),
+            settings=self.settings,
+            total_bytes=self.high,
+            fits=self.high <= limit,
+        )
 
 
 def with_fixes(
@@ -103,7 +115,7 @@ class _FixSearch:
     Args:
         plan: The plan that was estimated.
         estimate: Its estimate, which does not fit.
-        again: Estimates another spec.
+        estimate_of: Estimates another spec.
         report: Progress callback.
 
     Attributes:
@@ -114,15 +126,15 @@ class _FixSearch:
         self,
         plan: Plan,
         estimate: MemoryEstimate,
-        again: Callable[[Spec], MemoryEstimate],
+        estimate_of: Callable[[Spec], MemoryEstimate],
         report: Callable[[str], None],
     ) -> None:
         assert estimate.limit_bytes is not None
-        self._plan, self._again, self._report = plan, again, report
+        self._plan, self._estimate_of, self._report = plan, estimate_of, report
         self._base, self._limit = estimate.worst.band[1], estimate.limit_bytes
         self._ends = time.monotonic() + SECONDS
         self._took_s, self._num_tries = 0.0, 0
-        self._tried: list[tuple[PlanChange, int]] = []
+        self._tried: dict[str, _Combination] = {}
         self.left_out: list[str] = []
 
     def singles(self, changes: Sequence[PlanChange]) -> list[Fix]:
@@ -130,7 +142,7 @@ class _FixSearch:
 
         The smallest part of a change that fits is looked for last, once every change was tried.
         """
-        strongest: dict[str, tuple[PlanChange, int]] = {}
+        strongest: dict[str, _Combination] = {}
         waiting = deque((change.text, change, self._base) for change in changes)
         while waiting:
             name, change, weaker = waiting.popleft()
@@ -138,19 +150,20 @@ class _FixSearch:
             if high is None:
                 continue
             if high < self._base:
-                strongest[name] = change, high
-                self._tried.append((change, high))
+                strongest[name] = self._tried[change.text] = _Combination((change,), high)
             # Half the samples or twice the ranks save at most half of what the step before saved,
             # so all further steps together save at most as much as this one.
             if high > self._limit >= 2 * high - weaker and change.further is not None:
                 waiting.append((name, change.further(), high))
         found = []
-        for change, high in strongest.values():
-            least = _least(change, self._high_of, self._limit) if high <= self._limit else None
+        for single in strongest.values():
+            (change,), least = single.changes, None
+            if single.high <= self._limit:
+                least = _least(change, self._high_of, self._limit)
             if least is not None:
                 found.append(least)
             if least is None or change.is_whole:
-                found.append(_fix((change,), high, self._limit))
+                found.append(single.fix(self._limit))
         return found
 
     def combined(self) -> list[Fix]:
@@ -160,15 +173,14 @@ class _FixSearch:
         If that does not lead to a combination that fits either, return the last one, or nothing if
         it takes no less memory than a single change.
         """
-        firsts = [_Combination((change,), change.spec, high) for change, high in self._tried]
-        fitting, nearest = self._extended(firsts, _MOST_PAIRS)
+        fitting, nearest = self._extended([*self._tried.values()], _MOST_PAIRS)
         while not fitting and nearest is not None:
             fitting, larger = self._extended([nearest], 1)
             if larger is None:
                 break
             nearest = larger
         found = fitting or ([nearest] if nearest is not None else [])
-        return [_fix(each.changes, each.high, self._limit) for each in found]
+        return [each.fix(self._limit) for each in found]
 
     def _extended(
         self, firsts: Sequence[_Combination], most: int
@@ -206,7 +218,7 @@ class _FixSearch:
             high = self._high_of(change, _words(changes))
             if high is None:
                 continue
-            extended = _Combination(changes, change.spec, high)
+            extended = _Combination(changes, high)
             if high <= self._limit:
                 fitting.append(extended)
                 fitted.add((first.settings, change.key))
@@ -222,12 +234,11 @@ class _FixSearch:
         For forms that were not tried this is predicted: half the samples, or twice the ranks, save
         half of what the step before saved. Changes that save nothing are left out.
         """
-        highs = {each.text: high for each, high in self._tried}
         saved = gain = 0
         form: PlanChange | None = change
         while form is not None:
-            high = highs.get(form.text)
-            gain = gain // 2 if high is None else self._base - high - saved
+            tried = self._tried.get(form.text)
+            gain = gain // 2 if tried is None else self._base - tried.high - saved
             if gain <= 0:
                 return
             saved += gain
@@ -246,7 +257,7 @@ class _FixSearch:
         self._num_tries += 1
         self._report(f"trying: {text or change.text}")
         try:
-            other = self._again(change.spec)
+            other = self._estimate_of(change.spec)
         except MeshplanError:
             return None  # The change contradicts this plan or this model.
         finally:
@@ -259,15 +270,6 @@ class _FixSearch:
 def _words(changes: Sequence[PlanChange]) -> str:
     *first, last = (change.text for change in changes)
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def _fix(changes: Sequence[PlanChange], high: int, limit: int) -> Fix:
-    return Fix(
-        change=_words(changes),
-        settings=tuple(change.setting for change in changes),
-        total_bytes=high,
-        fits=high <= limit,
-    )
 
 
 def _least(
@@ -289,7 +291,7 @@ def _least(
         part = change.part(middle)
         high = high_of(part)
         if high is not None and high <= limit:
-            fits, found = middle, _fix((part,), high, limit)
+            fits, found = middle, _Combination((part,), high).fix(limit)
         else:
             fails = middle
     return found

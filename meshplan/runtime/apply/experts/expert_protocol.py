@@ -103,7 +103,7 @@ def expert_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 def find_protocols(model: nn.Module, plan: Plan) -> dict[str, Protocol | str]:
     """Return, for every expert-parallel module by fqn, its protocol, or the reason why it has none.
 
-    Of modules that compute the same function (`_function_key`), only one is tested.
+    Modules that compute the same function (`_function_key`) are tested once.
     """
     known: dict[object, Protocol | str] = {}
     out = {}
