@@ -12,7 +12,7 @@ import pytest
 
 import meshplan
 from meshplan.cli.app import main
-from meshplan.render.base.text import folded
+from meshplan.render.base.text import folded, packed
 from meshplan.render.plans.plan import decision_to_text
 from tests.textbook.test_estimate import run
 
@@ -184,6 +184,10 @@ def test_a_plan_and_its_variants_are_kept_to_a_narrow_terminal(monkeypatch):
         assert all(len(line) <= int(columns) or len(line.split()) == 1 for line in lines)
         texts.append(" ".join(lines).split())
     assert texts[0] == texts[1]
+    head, part = "hybrid  +2.2%  4.357 s  78.6 GiB  ", "mesh: {dp_replicate: 2, dp_shard: 8}"
+    assert packed(head, [part]) == [head.rstrip(), f"    {part}"]
+    monkeypatch.setenv("COLUMNS", "200")
+    assert packed(head, [part]) == [head + part]
 
 
 def test_json_and_files_do_not_depend_on_the_terminal(monkeypatch, capsys):
