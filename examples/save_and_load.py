@@ -1,6 +1,7 @@
 import tempfile
 
 import torch
+import torch.distributed as dist
 
 import meshplan
 
@@ -10,21 +11,24 @@ def build() -> torch.nn.Module:
     return torch.nn.TransformerEncoder(layer, 4)
 
 
+def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, count: int) -> float:
+    for _ in range(count):
+        inputs = meshplan.local_batch(model, batch)
+        loss = meshplan.train_step(model, optimizer, inputs, inputs.flip(1), loss_fn)
+    return loss
+
+
 torch.manual_seed(0)
+batch, loss_fn = torch.randn(32, 128, 64), torch.nn.functional.mse_loss
 model = meshplan.parallelize(build(), "plans/hybrid_2x4.yaml")
 optimizer = torch.optim.AdamW(model.parameters())
-x = meshplan.local_batch(model, torch.randn(32, 128, 64))
-for _ in range(3):
-    meshplan.train_step(model, optimizer, x, x.flip(1), torch.nn.functional.mse_loss)
+steps(model, optimizer, 3)
+folder = [tempfile.mkdtemp()]  # stands for one that all ranks share
+dist.broadcast_object_list(folder)
+meshplan.save(folder[0], model, optimizer, step=3)
+print(f"went on: loss {steps(model, optimizer, 3):.6f}")
 
-state = meshplan.full_state_dict(model)  # every rank calls it; rank 0 gets the tensors
-loaded = build()
-if state:
-    with tempfile.TemporaryFile() as file:
-        torch.save(state, file)
-        file.seek(0)
-        loaded.load_state_dict(torch.load(file))
-loaded = meshplan.parallelize(loaded, "plans/hybrid_2x4.yaml")  # shards what rank 0 loaded
-for name, module in (("trained", model), ("loaded", loaded)):
-    error = torch.nn.functional.mse_loss(module(x), x.flip(1), reduction="sum")
-    print(f"{name}: loss {meshplan.global_mean(error, x.numel(), module):.6f}")
+model = meshplan.parallelize(build(), "plans/ddp.yaml")  # another plan
+optimizer = torch.optim.AdamW(model.parameters())
+state = meshplan.load(folder[0], model, optimizer)
+print(f"loaded step {state.step}: loss {steps(model, optimizer, 3):.6f}")

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from meshplan.api.retargeting import retarget as retarget
     from meshplan.errors import ApplyError as ApplyError
     from meshplan.errors import MeshplanError as MeshplanError
+    from meshplan.errors import MissingStateError as MissingStateError
     from meshplan.errors import PlanError as PlanError
     from meshplan.errors import SpecError as SpecError
+    from meshplan.errors import StateError as StateError
     from meshplan.layout.layout import Layout as Layout
     from meshplan.layout.mesh import Mesh as Mesh
     from meshplan.plan.plan import Plan as Plan
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from meshplan.runtime.apply.data.gather import gather_batch as gather_batch
     from meshplan.runtime.apply.data.gather import global_mean as global_mean
     from meshplan.runtime.parallelize import parallelize as parallelize
+    from meshplan.runtime.state.load import load as load
+    from meshplan.runtime.state.save import save as save
     from meshplan.runtime.train.grad_hooks import register_grad_hook as register_grad_hook
     from meshplan.runtime.train.gradient_scale import clip_grad_norm_ as clip_grad_norm_
     from meshplan.runtime.train.state import full_state_dict as full_state_dict
@@ -55,6 +59,8 @@ _ROOMS = {
     "gather_batch": "meshplan.runtime.apply.data.gather",
     "global_mean": "meshplan.runtime.apply.data.gather",
     "full_state_dict": "meshplan.runtime.train.state",
+    "save": "meshplan.runtime.state.save",
+    "load": "meshplan.runtime.state.load",
     "guarded": "meshplan.runtime.watch.guard",
     # check, estimate and search before running
     "estimate_states": "meshplan.api.checking",
@@ -81,6 +87,8 @@ _ROOMS = {
     "SpecError": "meshplan.errors",
     "PlanError": "meshplan.errors",
     "ApplyError": "meshplan.errors",
+    "StateError": "meshplan.errors",
+    "MissingStateError": "meshplan.errors",
     "__version__": "meshplan.version",
 }
 

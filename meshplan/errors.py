@@ -97,6 +97,14 @@ class ApplyError(MeshplanError, RuntimeError):
     """The live model or the running job does not agree with the plan."""
 
 
+class StateError(MeshplanError, RuntimeError):
+    """A saved training state is damaged, does not fit the model, or cannot be written."""
+
+
+class MissingStateError(StateError, FileNotFoundError):
+    """The folder has no whole training state, or none of the step asked for."""
+
+
 def check_all(*checks: Callable[[], object]) -> None:
     """Call every check, and raise one error with the problems of all, to be mended in one round.
 

@@ -81,7 +81,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, what: str, fix: str =
             handle = os.open(beside, flags, 0o666)
             try:
                 _keep_permissions(target, handle)
-                _write_all(handle, data)
+                write_all(handle, data)
                 os.fsync(handle)
             finally:
                 os.close(handle)  # Some file systems report a full disk only here.
@@ -90,14 +90,14 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, what: str, fix: str =
             with suppress(OSError):  # The earlier error is the one to report.
                 os.unlink(beside)
             raise
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "its name is not valid"
         problem = Problem(f"{what} cannot be written: {reason}", Origin(os.fspath(path)), fix)
         raise SpecError(problem) from None
 
 
-def _write_all(handle: int, data: bytes) -> None:
+def write_all(handle: int, data: bytes) -> None:
     """Write all of `data`, with several calls if `os.write` accepts only a part of it."""
     rest = memoryview(data)
     while rest:
@@ -134,7 +134,7 @@ def _keep_permissions(target: Path, handle: int) -> None:
             os.fchmod(handle, stat.S_IMODE(status.st_mode))
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Flush a rename inside the folder to disk, if the file system supports this."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)

@@ -29,7 +29,7 @@ LEVELS = [
         assign.tensor_parallel assign.axes
         assign.units assign.auto
         assign
-        plan
+        plan state
         memory.log
         memory.tape memory.answer
         memory.decoder memory.replay memory.stages
@@ -61,7 +61,7 @@ LEVELS = [
         runtime.apply.parameters
         runtime.apply
         runtime.comparisons
-        runtime.train
+        runtime.train runtime.state
         runtime.fake_step
         runtime.estimate
         runtime.live

@@ -19,6 +19,7 @@ import pytest
 import meshplan
 from meshplan.errors import Origin, Problem
 from meshplan.plan.verdict import refused
+from meshplan.runtime.state.load import LoadedState
 from meshplan.shown import fields_of, short, shown, whole_repr
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,6 +63,9 @@ MADE: Mapping[str, Callable[[], Any]] = {
     "SpecError": lambda: meshplan.SpecError(MANY),
     "PlanError": lambda: meshplan.PlanError(MANY),
     "ApplyError": lambda: meshplan.ApplyError(MANY),
+    "StateError": lambda: meshplan.StateError(MANY),
+    "MissingStateError": lambda: meshplan.MissingStateError(MANY),
+    "load": lambda: LoadedState(step=10, extra={"a": 1}, folder=Path("states/step-00000010")),
 }
 """By the name of what gives it: a value, of a large model if it grows with the model."""
 
@@ -76,6 +80,7 @@ NOT_OURS = {
     "gather_batch": "a tensor",
     "global_mean": "a tensor",
     "full_state_dict": "a dict of tensors",
+    "save": "a path",
     "guarded": "a context manager",
     "lock_plan": "a path",
     "__version__": "a string",

@@ -25,7 +25,7 @@ from tests.test_docs import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "transcripts"
-LONG = frozenset({"gpt", "llama", "vision"})
+LONG = frozenset({"gpt", "llama", "pictures", "vision"})
 """Transcripts that take half a minute and more."""
 MEASURED = re.compile(r"^(loss, step|gradient norm|step \d+: loss|parameters: ok|collectives of)")
 

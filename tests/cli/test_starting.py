@@ -262,6 +262,7 @@ def test_several_plans_are_checked_as_pre_commit_names_them(capsys):
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
     plans = [str(path) for path in sorted((ROOT / "plans").glob("*.yaml"))]
     assert all(re.search(hook["files"], path) for path in plans)
+    plans = [str(ROOT / "plans" / f"{name}.yaml") for name in ("ddp", "hybrid_2x4", "tp")]
     assert re.search(hook["exclude"], "plans/auto.lock.yaml")
     program, *words = hook["entry"].split()
     assert program == "meshplan"

@@ -24,6 +24,7 @@ _TITLES: Final = {
     "assign": "Applying a plan to a model",
     "layout": "Meshes, layouts and hardware",
     "plan": "Checking a plan",
+    "state": "Saved training states",
     "textbook": "Textbook formulas",
     "memory": "Estimating memory",
     "cost": "Estimating time, profiles",

@@ -75,7 +75,7 @@ def guarded(verb: str = "") -> Iterator[None]:
             names the rank and the cause. The rank that failed raises its own exception. Afterwards
             the process group is unusable, and every later guard raises this error.
     """
-    job = _current()
+    job = current_job()
     if job is None:
         yield
         return
@@ -111,7 +111,7 @@ def come_together(name: str) -> None:
     Args:
         name: Name of the activity that follows, for messages.
     """
-    job = _current()
+    job = current_job()
     if job is not None:
         meet(job, name, tuple(range(job.size)))
 
@@ -138,7 +138,7 @@ def _failed(cause: str) -> Problem:
     return Problem(cause, fix=f"see the log of that rank; then {RESTART}")
 
 
-def _current() -> Job | None:
+def current_job() -> Job | None:
     """Return the job of the current process group (made if new); None without other ranks."""
     global _job, _watchdog
     if is_fake_execution() or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -179,7 +179,7 @@ def note_forward(ranks: tuple[int, ...], is_training: bool) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    job = _current()
+    job = current_job()
     if job is not None and not job.cause:
         enter_forward(job, is_training, ranks)
 
@@ -197,7 +197,7 @@ def note_forwards(model: nn.Module, plan: Plan) -> None:
 
 def publish() -> None:
     """Publish this rank's connections in the store; called after process groups were made."""
-    job = _current()
+    job = current_job()
     if job is not None:
         publish_ends(job, job.store)
 
@@ -208,7 +208,7 @@ def fails_together(error: Exception, ranks: Sequence[int]) -> bool:
     Then no rank waits for another. If it returns False, the caller must raise `error`, and the
     guard around the caller ends the process group at once.
     """
-    job = _current()
+    job = current_job()
     if job is None or len(ranks) == 1:
         return True
     name = ",".join(map(str, ranks))

@@ -14,7 +14,9 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,28 @@ from meshplan.runtime.base.fake_mode import numbers
 from meshplan.runtime.base.mesh import device, device_type
 
 
+@dataclass(slots=True)
+class RandomStream:
+    """The random numbers of a model's training forwards on this rank.
+
+    Attributes:
+        seed: Rank 0's `torch.initial_seed()` when the plan was applied.
+        forwards: Number of training forwards so far.
+    """
+
+    seed: int
+    forwards: int = 0
+
+
+_streams: WeakKeyDictionary[nn.Module, RandomStream] = WeakKeyDictionary()
+"""The stream of each model, or module of a pipeline stage, that a plan was applied to."""
+
+
+def stream_of(model: nn.Module) -> RandomStream:
+    """Return the stream that `give_own_stream` gave to a model or to the module of a stage."""
+    return _streams[model]
+
+
 def give_own_stream(model: nn.Module, plan: Plan) -> None:
     """Register hooks that seed the generators before each training forward and restore them after.
 
@@ -33,16 +57,14 @@ def give_own_stream(model: nn.Module, plan: Plan) -> None:
     """
     axes = tuple(axis for axis in plan.mesh.names if axis != "tp")
     place = plan.mesh.index(dist.get_rank(), axes)
-    base = _seed_of_rank_0()
+    stream = _streams[model] = RandomStream(_seed_of_rank_0())
     before: list[tuple[torch.Tensor, ...]] = []
-    count = 0
 
     def enter(module: nn.Module, args: Any) -> None:
-        nonlocal count
         if module.training:
             before.append(random_states())
-            _seed_generators(_seed(base, place, count))
-            count += 1
+            _seed_generators(_seed(stream.seed, place, stream.forwards))
+            stream.forwards += 1
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if before:

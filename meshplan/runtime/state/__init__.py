@@ -1,0 +1,1 @@
+"""Training states of live models: what each rank holds, writes and reads."""

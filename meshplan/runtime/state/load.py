@@ -1,0 +1,384 @@
+"""`load`: read a training state into a model, under any plan and on any number of ranks.
+
+Everything is checked before the first tensor changes: names, shapes, and the digest of every file,
+which the ranks share among them. Each rank then reads only the boxes that its shards consist of.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from meshplan.errors import Origin, Problem, StateError
+from meshplan.runtime.base.mesh import local_of
+from meshplan.runtime.state.agree import agree
+from meshplan.runtime.state.background import finish_background, next_board
+from meshplan.runtime.state.live import DTYPES, LiveState, LiveTensor, plain_name
+from meshplan.runtime.state.save import Stateful
+from meshplan.runtime.watch.guard import come_together, guarded
+from meshplan.shown import shown
+from meshplan.state.folder import find_state
+from meshplan.state.manifest import Manifest, SavedTensor, changed_file
+from meshplan.state.reading import StateReader
+from meshplan.state.safetensors import digest_of
+from meshplan.state.values import from_json
+
+_SHOWN = 10
+"""Names that a message lists."""
+
+
+@shown
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """What `load` returns.
+
+    Args:
+        step: Number of optimizer steps after which the state was saved.
+        extra: The value that was given to `save`.
+        folder: The folder of the state.
+        skipped: With `strict=False`, the names that only the state or only the model has.
+    """
+
+    step: int
+    extra: Any
+    folder: Path
+    skipped: tuple[str, ...] = ()
+
+
+@guarded("load")
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    data: Stateful | None = None,
+    step: int | Literal["latest"] = "latest",
+    strict: bool = True,
+) -> LoadedState:
+    """Load a state that `meshplan.save` wrote. All ranks must call this function.
+
+    The plan and the number of ranks may be others than when the state was saved. Weights and the
+    optimizer's states are then the same numbers, sharded anew.
+
+    Args:
+        path: The folder that was given to `save`.
+        model: The module that `parallelize` returned.
+        optimizer: Its optimizer, of the same kind as the saved one. If None, only the model is
+            loaded.
+        scheduler: The learning rate scheduler, or any object with `load_state_dict`.
+        data: The loader, which goes on where it was when the state was saved.
+        step: The step to load, or "latest": the newest state that is whole.
+        strict: If False, names that only the state or only the model has are skipped, and returned.
+
+    Returns:
+        The step and the extra value, among others.
+
+    Raises:
+        MissingStateError: There is no whole state; this is a FileNotFoundError too.
+        StateError: The state is damaged or is not of this model. Nothing has changed.
+    """
+    come_together("load")
+    finish_background()
+    board = next_board()
+    live = LiveState(model)
+    wanted = None if step == "latest" else step
+    found: dict[str, Any] = {}
+
+    def read() -> Any:
+        if wanted is not None and (type(wanted) is not int or wanted < 0):
+            raise StateError(Problem(f"step must be a whole number or 'latest', not {step!r}"))
+        found["folder"], found["manifest"] = find_state(Path(os.fspath(path)), wanted)
+        return [found["manifest"].step, found["manifest"].digest]
+
+    def compare(parts: list[Any]) -> None:
+        rank = next((r for r, part in enumerate(parts) if part != parts[0]), None)
+        if rank is not None:
+            what = (
+                f"rank {rank} finds the state of step {parts[rank][0]}, but rank 0 finds "
+                f"{'another one' if parts[rank][0] == parts[0][0] else f'step {parts[0][0]}'}"
+            )
+            fix = "name a folder that all ranks share"
+            raise StateError(Problem(what, Origin(os.fspath(path)), fix))
+
+    agree(board, "read", read, compare)
+    folder, manifest = found["folder"], found["manifest"]
+    loading = _Loading(live, manifest, folder, optimizer, strict=strict)
+
+    def check() -> Any:
+        for name in sorted(manifest.files)[board.rank :: board.size]:
+            if digest_of(folder / name) != manifest.files[name].xxh3:
+                raise StateError(changed_file(folder / name))
+        loading.check()
+        for word, value in (("scheduler", scheduler), ("data", data)):
+            if value is not None and manifest.values.get(word) is None:
+                what = f"the state was saved without a {word}"
+                raise StateError(Problem(what, Origin(str(folder)), f"load it without {word}="))
+        return None
+
+    agree(board, "check", check)
+    agree(board, "load", loading.load)
+    values = loading.values()
+    live.set_progress(values["progress"])
+    live.set_extra_states(values["modules"])
+    if scheduler is not None:
+        scheduler.load_state_dict(values["scheduler"])
+    if data is not None:
+        data.load_state_dict(values["data"])
+    for text in loading.notes():
+        warnings.warn(text, stacklevel=3)
+    return LoadedState(manifest.step, values["extra"], folder, tuple(loading.skipped))
+
+
+class _Loading:
+    """One state that is being loaded into one model.
+
+    Args:
+        live: The model on this rank.
+        manifest: The state's manifest.
+        folder: The state's folder.
+        optimizer: The optimizer, if it is loaded.
+        strict: If False, skip the names that only the state or only the model has.
+
+    Attributes:
+        skipped: The names that were skipped.
+    """
+
+    def __init__(
+        self,
+        live: LiveState,
+        manifest: Manifest,
+        folder: Path,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        strict: bool,
+    ) -> None:
+        self._live, self._manifest, self._folder = live, manifest, folder
+        self._optimizer, self._strict = optimizer, strict
+        self._reader = StateReader(folder, manifest)
+        self._saved = dict(_by_name(manifest))
+        self._states = _states(manifest)
+        self._cast: set[tuple[str, str]] = set()
+        self.skipped: list[str] = []
+
+    def check(self) -> None:
+        """Compare the names and shapes of the state with those of the whole model.
+
+        Raises:
+            StateError: They are not those of this model.
+        """
+        placed = self._live.plan.assignment.tensors
+        names = {name.partition("/")[2]: fqn for fqn, name in self._live.names.items()}
+        own = dict(names)
+        for fqn in self._live.names:
+            own |= {plain_name(alias): fqn for alias in placed[fqn].info.aliases}
+        missing = [name for name in names if self._find(name) is None]
+        unexpected = [
+            name
+            for name, saved in _by_name(self._manifest)
+            if name not in own and not any(alias in own for alias in saved.aliases)
+        ]
+        # An alias of the state is a name of its own in a model whose tensors are not tied.
+        unexpected = [n for n in unexpected if f"model/{n}" in self._manifest.tensors]
+        problems = []
+        if self._strict and (missing or unexpected):
+            parts = [
+                f"{len(them)} tensor{'s' * (len(them) > 1)} that the {other} lacks ({_list(them)})"
+                for them, other in ((unexpected, "model"), (missing, "state"))
+                if them
+            ]
+            owner = "the state has " + parts[0] if unexpected else "the model has " + parts[0]
+            more = f", and the model has {parts[1]}" if len(parts) > 1 else ""
+            fix = "build the model that was saved, or pass strict=False to skip them"
+            problems.append(Problem(owner + more, Origin(str(self._folder)), fix))
+        self.skipped = missing + unexpected
+        for name, fqn in names.items():
+            saved = self._find(name)
+            if saved is not None and saved.shape != placed[fqn].info.shape:
+                what = (
+                    f"{name} has the shape {list(saved.shape)} in the state, and "
+                    f"{list(placed[fqn].info.shape)} in the model"
+                )
+                problems.append(Problem(what, Origin(str(self._folder)), "build the model alike"))
+        problems += self._optimizer_problems()
+        if problems:
+            raise StateError(problems)
+
+    def _find(self, name: str) -> SavedTensor | None:
+        return self._saved.get(name)
+
+    def _optimizer_problems(self) -> Iterator[Problem]:
+        """Yield the problems of loading the optimizer."""
+        if self._optimizer is None:
+            return
+        origin = Origin(str(self._folder))
+        saved = self._manifest.values.get("optimizer")
+        if saved is None:
+            fix = "load it without an optimizer"
+            yield Problem("the state was saved without an optimizer", origin, fix)
+            return
+        kind = type(self._optimizer).__name__
+        if saved["type"] != kind:
+            what = f"the state is of the optimizer {saved['type']}, not {kind}"
+            yield Problem(what, origin, f"make a {saved['type']}, or load without an optimizer")
+            return
+        own = [self._names_of(group) for group in self._optimizer.param_groups]
+        groups = [group["params"] for group in saved["groups"]]
+        if len(own) != len(groups):
+            what = f"the state has {len(groups)} parameter groups of the optimizer, not {len(own)}"
+            yield Problem(what, origin, "make the optimizer with the same groups")
+            return
+        home = {name: number for number, names in enumerate(groups) for name in names}
+        moved = [
+            name
+            for number, names in enumerate(own)
+            for name in names
+            if home.get(name, number) != number or (name not in home and name in self._saved)
+        ]
+        if moved:
+            what = f"the optimizer has parameters in other groups than the state: {_list(moved)}"
+            yield Problem(what, origin, "make the optimizer with the same groups")
+
+    def _names_of(self, group: Mapping[str, Any]) -> list[str]:
+        """Return the names of the parameters of one of the optimizer's groups."""
+        out = []
+        for parameter in group["params"]:
+            fqn = self._live.fqn_of(parameter)
+            if fqn is None:
+                what = (
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is not "
+                    "in the model"
+                )
+                raise StateError(Problem(what, fix="make it from model.parameters()"))
+            out.append(plain_name(fqn))
+        return out
+
+    def load(self) -> None:
+        """Copy the tensors of the state into those of this rank."""
+        with torch.no_grad():
+            for fqn, tensor in self._live.tensors.items():
+                saved = self._find(plain_name(fqn))
+                if saved is None:
+                    continue
+                first, *others = self._live.copies(fqn)
+                self._fill(tensor, saved, local_of(first.detach()))
+                for other in others:
+                    local_of(other.detach()).copy_(local_of(first.detach()))
+        if self._optimizer is not None:
+            self._load_optimizer(self._optimizer)
+
+    def _fill(self, tensor: LiveTensor, saved: SavedTensor, into: torch.Tensor) -> None:
+        """Copy this rank's shard of a saved tensor into a local tensor."""
+        dtype = DTYPES[saved.dtype]
+        is_direct = into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous()
+        part = into if is_direct else torch.empty(into.shape, dtype=dtype)
+        data = part.reshape(-1).view(torch.uint8).numpy()
+        for box in tensor.boxes:
+            self._reader.read(saved, box, data, tuple(part.shape))
+        if not is_direct:
+            if into.dtype != dtype:
+                self._cast.add((saved.dtype, str(into.dtype).removeprefix("torch.")))
+            into.copy_(part)
+
+    def _load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        saved = self._manifest.values["optimizer"]
+        for group, form in zip(optimizer.param_groups, saved["groups"], strict=True):
+            for key, value in from_json(form["options"], _no_tensor).items():
+                now = group.get(key)
+                if isinstance(now, torch.Tensor):
+                    now.fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(now, tuple) else value
+        for group in optimizer.param_groups:
+            is_on_device = bool(group.get("capturable") or group.get("fused"))
+            for parameter in group["params"]:
+                fqn = self._live.fqn_of(parameter)
+                assert fqn is not None
+                name = plain_name(fqn)
+                states = optimizer.state[parameter]
+                states.clear()
+                states.update(from_json(saved["plain"].get(name, {}), _no_tensor))
+                for word, tensor in self._states.get(name, {}).items():
+                    states[word] = self._state(
+                        fqn, word, tensor, parameter, is_on_device=is_on_device
+                    )
+                if not states:
+                    del optimizer.state[parameter]
+
+    def _state(
+        self,
+        fqn: str,
+        word: str,
+        saved: SavedTensor,
+        parameter: torch.Tensor,
+        *,
+        is_on_device: bool,
+    ) -> torch.Tensor:
+        """Return one state of a parameter, as a new tensor."""
+        dtype = DTYPES[saved.dtype]
+        if not saved.shape:
+            # torch keeps counters on the host, unless they are read by kernels.
+            where = parameter.device if is_on_device else torch.device("cpu")
+            value = torch.empty((), dtype=dtype, device=where)
+        elif saved.shape == tuple(parameter.shape):
+            value = torch.empty_like(parameter, dtype=dtype)
+        else:
+            value = parameter.detach().new_empty(saved.shape, dtype=dtype)
+        self._fill(self._live.state_of(fqn, word, value), saved, local_of(value))
+        return value
+
+    def values(self) -> dict[str, Any]:
+        """Return everything in the state that is no tensor of the model or its optimizer."""
+
+        def tensor(key: str) -> torch.Tensor:
+            saved = self._manifest.tensors[key]
+            value = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+            self._reader.read_whole(saved, value.reshape(-1).view(torch.uint8).numpy())
+            return value
+
+        values = self._manifest.values
+        return {key: from_json(values[key], tensor) for key in values if key != "optimizer"}
+
+    def notes(self) -> Iterator[str]:
+        """Yield what the user should know about a state that was loaded."""
+        for saved, own in sorted(self._cast):
+            yield f"the state's {saved} tensors were cast to {own}, in which this plan keeps them"
+        if self.skipped:
+            yield f"{len(self.skipped)} tensors were skipped: {_list(self.skipped)}"
+
+
+def _by_name(manifest: Manifest) -> Iterable[tuple[str, SavedTensor]]:
+    """Yield (name, tensor) of the model's tensors, under all of their names."""
+    for key, tensor in manifest.tensors.items():
+        section, _, name = key.partition("/")
+        if section == "model":
+            yield name, tensor
+            for alias in tensor.aliases:
+                yield alias, tensor
+
+
+def _states(manifest: Manifest) -> dict[str, dict[str, SavedTensor]]:
+    """Return the optimizer's states by parameter and name."""
+    out: dict[str, dict[str, SavedTensor]] = {}
+    for key, tensor in manifest.tensors.items():
+        section, _, rest = key.partition("/")
+        if section == "optimizer":
+            parameter, _, word = rest.rpartition("/")
+            out.setdefault(parameter, {})[word] = tensor
+    return out
+
+
+def _no_tensor(key: str) -> Any:
+    raise ValueError(f"unexpected tensor {key}")
+
+
+def _list(names: Iterable[str]) -> str:
+    found = list(names)
+    return ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
