@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from meshplan.runtime.apply.data.gather import global_mean as global_mean
     from meshplan.runtime.parallelize import parallelize as parallelize
     from meshplan.runtime.state.load import load as load
+    from meshplan.runtime.state.pretrained import load_pretrained as load_pretrained
+    from meshplan.runtime.state.pretrained import save_pretrained as save_pretrained
     from meshplan.runtime.state.save import save as save
     from meshplan.runtime.train.grad_hooks import register_grad_hook as register_grad_hook
     from meshplan.runtime.train.gradient_scale import clip_grad_norm_ as clip_grad_norm_
@@ -61,6 +63,8 @@ _ROOMS = {
     "full_state_dict": "meshplan.runtime.train.state",
     "save": "meshplan.runtime.state.save",
     "load": "meshplan.runtime.state.load",
+    "save_pretrained": "meshplan.runtime.state.pretrained",
+    "load_pretrained": "meshplan.runtime.state.pretrained",
     "guarded": "meshplan.runtime.watch.guard",
     # check, estimate and search before running
     "estimate_states": "meshplan.api.checking",

@@ -29,7 +29,8 @@ LEVELS = [
         assign.tensor_parallel assign.axes
         assign.units assign.auto
         assign
-        plan state
+        plan
+        state
         memory.log
         memory.tape memory.answer
         memory.decoder memory.replay memory.stages

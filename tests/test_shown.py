@@ -81,6 +81,8 @@ NOT_OURS = {
     "global_mean": "a tensor",
     "full_state_dict": "a dict of tensors",
     "save": "a path",
+    "save_pretrained": "a path",
+    "load_pretrained": "names",
     "guarded": "a context manager",
     "lock_plan": "a path",
     "__version__": "a string",

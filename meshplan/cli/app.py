@@ -17,7 +17,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
 from meshplan.api import checking
-from meshplan.cli import diff, draw, planning, report, starting, trust
+from meshplan.cli import diff, draw, planning, report, starting, state, trust
 from meshplan.cli.common import (
     COULD_NOT,
     INTERRUPTED,
@@ -291,6 +291,7 @@ VERBS: tuple[Verb, ...] = (
     *report.VERBS,
     trust.VERB,
     Verb("verify", "compare a scaled-down plan with one process", _verify_flags, _verify),
+    state.VERB,
     Verb("demo", "train under a plan on this machine and in one process", _demo_flags, _demo),
     *starting.VERBS[1:],
 )

@@ -11,7 +11,7 @@ from meshplan.state.safetensors import Bytes, TensorFile
 
 
 class StateReader:
-    """The files of one state, opened when they are first read.
+    """The files of one state; the header of each is read when it is first needed.
 
     Args:
         folder: The folder of the state.

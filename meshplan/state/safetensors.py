@@ -135,18 +135,19 @@ def digest_of(path: Path) -> str:
 
 
 class TensorFile:
-    """An open file: its tensors by name, and their bytes.
+    """A file: its tensors by name, and their bytes.
 
     Attributes:
         tensors: The tensors by name.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a file and check its header.
+        """Read and check the header of a file.
 
         Raises:
             StateError: The file is not a whole safetensors file.
         """
+        self._path = path
         try:
             size = path.stat().st_size
             with path.open("rb") as file:
@@ -156,7 +157,6 @@ class TensorFile:
                     raise _broken(path, "its header is longer than the file")
                 header = json.loads(file.read(length))
             self.tensors = dict(_entries(header, 8 + length, size))
-            self._bytes: Bytes = np.memmap(path, dtype=np.uint8, mode="r")
         except OSError as error:
             raise _broken(path, error.strerror or str(error)) from None
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -175,10 +175,13 @@ class TensorFile:
             shape: Shape of that array.
         """
         entry = self.tensors[name]
+        if not box.numel:
+            return
         word = np.dtype(f"V{BYTES[entry.dtype]}")
-        data = self._bytes[entry.offset : entry.offset + entry.num_bytes]
-        source = data.view(word).reshape(entry.shape)
-        into.view(word).reshape(shape)[local.slices] = source[box.slices]
+        # Mapped anew for each tensor: pages of the file that were read count as memory of the
+        # process for as long as they are mapped.
+        source = np.memmap(self._path, word, "r", entry.offset, entry.shape or (1,))
+        into.view(word).reshape(shape or (1,))[local.slices] = source[box.slices]
 
 
 def _entries(header: Any, start: int, size: int) -> Iterable[tuple[str, TensorEntry]]:

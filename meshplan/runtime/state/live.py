@@ -1,15 +1,9 @@
-"""The tensors of a training state on this rank: of the model and of its optimizer.
-
-Where this rank's shard lies in the whole tensor follows from the plan's layouts. The states of an
-optimizer that have a parameter's shape are sharded like the parameter.
-"""
+"""The tensors of a training state on this rank: of the model and of its optimizer."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -19,17 +13,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from meshplan.assign import Placed
 from meshplan.errors import Problem, StateError
-from meshplan.layout.layout import Layout
-from meshplan.layout.mesh import Mesh
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.parameters.randomness import stream_of
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import Applied, applied, own_module
 from meshplan.runtime.base.mesh import local_of
 from meshplan.shown import shown
-from meshplan.state.boxes import LocalBox, TensorBox, local_boxes
+from meshplan.state.boxes import LocalBox, TensorBox
+from meshplan.state.held import HeldTensor, held_sharded, held_whole, plain_name
+from meshplan.state.safetensors import Bytes
 
 WORDS: Final[Mapping[torch.dtype, str]] = MappingProxyType(
     {
@@ -44,48 +37,22 @@ WORDS: Final[Mapping[torch.dtype, str]] = MappingProxyType(
 DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType({w: d for d, w in WORDS.items()})
 """The dtype of each safetensors word."""
 
-_WRAPPERS: Final = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)(?:\.|$)")
-"""Names that torch.compile and torch's checkpoint wrapper put into those of a module's tensors."""
-
 
 @shown
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LiveTensor:
-    """One tensor of the training state, as far as this rank holds it.
+class LiveTensor(HeldTensor):
+    """One tensor of the training state, with this rank's shard of it.
 
     Args:
-        name: Its name in a state, `model/NAME` or `optimizer/PARAMETER/STATE`.
-        shape: Its global shape.
-        local: This rank's shard of it.
-        boxes: Where the shard lies in the whole tensor.
-        copies: The axes along which all ranks have equal copies of this shard.
-        aliases: Further names of the tensor, if it is tied.
-        is_shared: False if a rank's copy may differ from the others: that of the first rank counts.
-        is_counted: False if another pipeline stage saves the tensor for this one.
+        local: The shard.
     """
 
-    name: str
-    shape: tuple[int, ...]
     local: torch.Tensor
-    boxes: tuple[LocalBox, ...]
-    copies: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
-    is_shared: bool = True
-    is_counted: bool = True
-
-    @property
-    def dtype(self) -> str:
-        """The safetensors word for its dtype."""
-        return WORDS[self.local.dtype]
 
 
-def plain_name(name: str) -> str:
-    """Return a name without those parts that wrappers of torch have put into it.
-
-    >>> plain_name("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
-    'layers.0.weight'
-    """
-    return _WRAPPERS.sub("", name).removesuffix(".")
+def with_values(held: HeldTensor, local: torch.Tensor) -> LiveTensor:
+    """Return a tensor that a rank holds, with its shard."""
+    return LiveTensor(**{each.name: getattr(held, each.name) for each in fields(held)}, local=local)
 
 
 class LiveState:
@@ -107,7 +74,6 @@ class LiveState:
         self.plan: Plan = self.applied.plan
         self.model = model
         self._rank = dist.get_rank()
-        self._place = self.plan.mesh.index(self._rank, ("pp",))
         placed = self.plan.assignment.tensors
         self.names = {
             fqn: f"model/{plain_name(fqn)}" for fqn, p in placed.items() if p.info.is_persistent
@@ -133,21 +99,18 @@ class LiveState:
         live: Iterator[tuple[str, torch.Tensor]]
         for live in (module.named_parameters(), module.named_buffers()):
             for fqn, tensor in live:
-                found = placed.get(fqn)
-                if found is None or fqn not in self.names:
+                if fqn not in self.names:
                     continue
                 self._owners[id(tensor)] = fqn
                 self._copies.setdefault(fqn, []).append(tensor)
-                if fqn not in self.tensors or found.info.is_buffer:
-                    # Of the copies on this rank, a buffer's last one: earlier stages end their
-                    # forward early and may not have updated it.
-                    self.tensors[fqn] = self._live(self.names[fqn], tensor, found)
+                if fqn not in self.tensors or placed[fqn].info.is_buffer:
+                    # Of the copies on this rank, the last one of a buffer: see `held`.
+                    self.tensors[fqn] = self._sharded(self.names[fqn], tensor, fqn)
 
-    def _live(self, name: str, tensor: torch.Tensor, placed: Placed) -> LiveTensor:
+    def _sharded(self, name: str, tensor: torch.Tensor, fqn: str) -> LiveTensor:
         """Return a tensor that has the shape and the layout of one of the plan's tensors."""
-        layout, shape, mesh = placed.stored, placed.info.shape, self.plan.mesh
         local = local_of(tensor.detach())
-        expected = layout.local_shape(shape, mesh, self._rank)
+        expected = self.plan.assignment.tensors[fqn].local_shape(self.plan.mesh, self._rank)
         if tuple(local.shape) != expected:
             raise StateError(
                 Problem(
@@ -155,24 +118,8 @@ class LiveState:
                     f"the plan has {list(expected)}"
                 )
             )
-        return LiveTensor(
-            name=name,
-            shape=shape,
-            local=local,
-            boxes=local_boxes(layout, shape, mesh, self._rank),
-            copies=_copies(layout, mesh),
-            aliases=tuple(map(plain_name, placed.info.aliases)),
-            is_shared=not placed.info.is_buffer,
-            is_counted=self._is_counted(placed),
-        )
-
-    def _is_counted(self, placed: Placed) -> bool:
-        """Return True if this rank's pipeline stages are the ones that save the tensor."""
-        stages = self.plan.assignment.stages
-        if stages is None:
-            return True
-        holders = stages.tensors[placed.info.fqn]
-        return stages.rank_of(holders[-1 if placed.info.is_buffer else 0]) == self._place
+        held = held_sharded(name, WORDS[local.dtype], fqn, self.plan, self._rank)
+        return with_values(held, local)
 
     def progress(self) -> dict[str, Any]:
         """Return what training has counted so far, as JSON can express it."""
@@ -232,14 +179,13 @@ class LiveState:
         Raises:
             StateError: Neither is it sharded like the parameter, nor whole on every rank.
         """
-        placed = self.plan.assignment.tensors[fqn]
         name = f"optimizer/{plain_name(fqn)}/{word}"
-        parameter, own = self._copies[fqn][0], local_of(value)
+        parameter, own = self._copies[fqn][0], local_of(value.detach())
         is_alike = isinstance(value, DTensor) == isinstance(parameter, DTensor)
         if is_alike and isinstance(value, DTensor) and isinstance(parameter, DTensor):
             is_alike = value.placements == parameter.placements
         if is_alike and value.shape == parameter.shape:
-            return replace(self._live(name, value, placed), aliases=(), is_shared=True)
+            return self._sharded(name, value, fqn)
         if isinstance(value, DTensor):
             is_whole = all(isinstance(p, Replicate) for p in value.placements)
         else:
@@ -255,57 +201,25 @@ class LiveState:
                 )
             )
         shape = tuple(own.shape)
-        whole = Layout.whole(len(shape))
-        return LiveTensor(
-            name=name,
-            shape=shape,
-            local=own.detach(),
-            boxes=local_boxes(whole, shape, self.plan.mesh, self._rank),
-            copies=_copies(whole, self.plan.mesh),
-            is_counted=self._is_counted(placed),
-        )
-
-
-def _copies(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes, apart from pp, along which all ranks have equal copies of their shards."""
-    used = set(layout.axes)
-    out: list[str] = []
-    for axis in mesh.names:
-        parts = [(loan.rest, loan.name) for loan in mesh.loans if loan.within == axis]
-        if axis not in used and axis != "pp":
-            out += [part for part in (parts[0] if parts else (axis,)) if part not in used]
-    return tuple(out)
-
-
-def written_here(tensors: Iterable[LiveTensor], mesh: Mesh, rank: int) -> list[LiveTensor]:
-    """Return the tensors whose shards this rank writes; ranks with equal copies share the work.
-
-    All ranks with copies of the same shards must pass the same tensors in the same order.
-    """
-    loads: dict[tuple[str, ...], list[int]] = {}
-    out = []
-    for tensor in tensors:
-        if not tensor.is_counted or not tensor.boxes:
-            continue
-        mine = 0
-        if tensor.is_shared and tensor.copies:
-            load = loads.setdefault(tensor.copies, [0] * mesh.size(*tensor.copies))
-            mine = load.index(min(load))
-            load[mine] += tensor.local.nbytes
-        if mesh.index(rank, tensor.copies) == mine:
-            out.append(tensor)
-    return out
-
-
-def box_bytes(tensor: LiveTensor, box: LocalBox) -> Any:
-    """Return the bytes of one box of a shard in row-major order, as an array of NumPy."""
-    part = tensor.local[box.local.slices] if tensor.local.ndim else tensor.local
-    return part.contiguous().reshape(-1).cpu().view(torch.uint8).numpy()
+        held = held_whole(name, WORDS[own.dtype], shape, fqn, self.plan, self._rank)
+        return with_values(held, own)
 
 
 def whole_tensor(name: str, value: torch.Tensor) -> LiveTensor:
     """Return a tensor that this rank alone saves."""
-    own = local_of(value.detach())
-    shape = tuple(own.shape)
-    boxes = (LocalBox(TensorBox.whole(shape), TensorBox.whole(shape)),) if math.prod(shape) else ()
-    return LiveTensor(name=name, shape=shape, local=own, boxes=boxes)
+    own = value.detach()
+    whole = TensorBox.whole(tuple(own.shape))
+    boxes = (LocalBox(whole, whole),) if whole.numel else ()
+    held = HeldTensor(name=name, dtype=WORDS[own.dtype], shape=whole.shape, boxes=boxes)
+    return with_values(held, own)
+
+
+def box_bytes(tensor: LiveTensor, box: LocalBox) -> Bytes:
+    """Return the bytes of one box of a shard in row-major order."""
+    return bytes_of(tensor.local[box.local.slices] if tensor.local.ndim else tensor.local)
+
+
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    """Return the bytes of a plain tensor in row-major order."""
+    data: Bytes = tensor.contiguous().reshape(-1).cpu().view(torch.uint8).numpy()
+    return data

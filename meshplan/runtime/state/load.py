@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,18 +20,17 @@ from meshplan.errors import Origin, Problem, StateError
 from meshplan.runtime.base.mesh import local_of
 from meshplan.runtime.state.agree import agree
 from meshplan.runtime.state.background import finish_background, next_board
-from meshplan.runtime.state.live import DTYPES, LiveState, LiveTensor, plain_name
+from meshplan.runtime.state.live import DTYPES, LiveState, LiveTensor
 from meshplan.runtime.state.save import Stateful
 from meshplan.runtime.watch.guard import come_together, guarded
 from meshplan.shown import shown
 from meshplan.state.folder import find_state
+from meshplan.state.held import plain_name
 from meshplan.state.manifest import Manifest, SavedTensor, changed_file
+from meshplan.state.matching import listed, match, optimizer_states
 from meshplan.state.reading import StateReader
 from meshplan.state.safetensors import digest_of
 from meshplan.state.values import from_json
-
-_SHOWN = 10
-"""Names that a message lists."""
 
 
 @shown
@@ -110,7 +109,7 @@ def load(
 
     agree(board, "read", read, compare)
     folder, manifest = found["folder"], found["manifest"]
-    loading = _Loading(live, manifest, folder, optimizer, strict=strict)
+    loading = Loading(live, manifest, folder, optimizer, strict=strict)
 
     def check() -> Any:
         for name in sorted(manifest.files)[board.rank :: board.size]:
@@ -132,12 +131,11 @@ def load(
         scheduler.load_state_dict(values["scheduler"])
     if data is not None:
         data.load_state_dict(values["data"])
-    for text in loading.notes():
-        warnings.warn(text, stacklevel=3)
+    loading.warn()
     return LoadedState(manifest.step, values["extra"], folder, tuple(loading.skipped))
 
 
-class _Loading:
+class Loading:
     """One state that is being loaded into one model.
 
     Args:
@@ -163,10 +161,10 @@ class _Loading:
         self._live, self._manifest, self._folder = live, manifest, folder
         self._optimizer, self._strict = optimizer, strict
         self._reader = StateReader(folder, manifest)
-        self._saved = dict(_by_name(manifest))
-        self._states = _states(manifest)
+        self._matching = match(manifest, live.plan)
+        self._states = optimizer_states(manifest)
         self._cast: set[tuple[str, str]] = set()
-        self.skipped: list[str] = []
+        self.skipped = [*self._matching.missing, *self._matching.unexpected]
 
     def check(self) -> None:
         """Compare the names and shapes of the state with those of the whole model.
@@ -174,45 +172,11 @@ class _Loading:
         Raises:
             StateError: They are not those of this model.
         """
-        placed = self._live.plan.assignment.tensors
-        names = {name.partition("/")[2]: fqn for fqn, name in self._live.names.items()}
-        own = dict(names)
-        for fqn in self._live.names:
-            own |= {plain_name(alias): fqn for alias in placed[fqn].info.aliases}
-        missing = [name for name in names if self._find(name) is None]
-        unexpected = [
-            name
-            for name, saved in _by_name(self._manifest)
-            if name not in own and not any(alias in own for alias in saved.aliases)
-        ]
-        # An alias of the state is a name of its own in a model whose tensors are not tied.
-        unexpected = [n for n in unexpected if f"model/{n}" in self._manifest.tensors]
-        problems = []
-        if self._strict and (missing or unexpected):
-            parts = [
-                f"{len(them)} tensor{'s' * (len(them) > 1)} that the {other} lacks ({_list(them)})"
-                for them, other in ((unexpected, "model"), (missing, "state"))
-                if them
-            ]
-            owner = "the state has " + parts[0] if unexpected else "the model has " + parts[0]
-            more = f", and the model has {parts[1]}" if len(parts) > 1 else ""
-            fix = "build the model that was saved, or pass strict=False to skip them"
-            problems.append(Problem(owner + more, Origin(str(self._folder)), fix))
-        self.skipped = missing + unexpected
-        for name, fqn in names.items():
-            saved = self._find(name)
-            if saved is not None and saved.shape != placed[fqn].info.shape:
-                what = (
-                    f"{name} has the shape {list(saved.shape)} in the state, and "
-                    f"{list(placed[fqn].info.shape)} in the model"
-                )
-                problems.append(Problem(what, Origin(str(self._folder)), "build the model alike"))
+        found = self._matching.problems(strict=self._strict)
+        problems = [replace(each, origin=Origin(str(self._folder))) for each in found]
         problems += self._optimizer_problems()
         if problems:
             raise StateError(problems)
-
-    def _find(self, name: str) -> SavedTensor | None:
-        return self._saved.get(name)
 
     def _optimizer_problems(self) -> Iterator[Problem]:
         """Yield the problems of loading the optimizer."""
@@ -240,10 +204,10 @@ class _Loading:
             name
             for number, names in enumerate(own)
             for name in names
-            if home.get(name, number) != number or (name not in home and name in self._saved)
+            if home.get(name, number) != number
         ]
         if moved:
-            what = f"the optimizer has parameters in other groups than the state: {_list(moved)}"
+            what = f"the optimizer has parameters in other groups than the state: {listed(moved)}"
             yield Problem(what, origin, "make the optimizer with the same groups")
 
     def _names_of(self, group: Mapping[str, Any]) -> list[str]:
@@ -264,7 +228,7 @@ class _Loading:
         """Copy the tensors of the state into those of this rank."""
         with torch.no_grad():
             for fqn, tensor in self._live.tensors.items():
-                saved = self._find(plain_name(fqn))
+                saved = self._matching.found.get(fqn)
                 if saved is None:
                     continue
                 first, *others = self._live.copies(fqn)
@@ -346,39 +310,17 @@ class _Loading:
         values = self._manifest.values
         return {key: from_json(values[key], tensor) for key in values if key != "optimizer"}
 
-    def notes(self) -> Iterator[str]:
-        """Yield what the user should know about a state that was loaded."""
-        for saved, own in sorted(self._cast):
-            yield f"the state's {saved} tensors were cast to {own}, in which this plan keeps them"
+    def warn(self) -> None:
+        """Warn of what was cast or skipped, at the caller's line of a guarded function."""
+        notes = [
+            f"the state's {saved} tensors were cast to {own}, in which this plan keeps them"
+            for saved, own in sorted(self._cast)
+        ]
         if self.skipped:
-            yield f"{len(self.skipped)} tensors were skipped: {_list(self.skipped)}"
-
-
-def _by_name(manifest: Manifest) -> Iterable[tuple[str, SavedTensor]]:
-    """Yield (name, tensor) of the model's tensors, under all of their names."""
-    for key, tensor in manifest.tensors.items():
-        section, _, name = key.partition("/")
-        if section == "model":
-            yield name, tensor
-            for alias in tensor.aliases:
-                yield alias, tensor
-
-
-def _states(manifest: Manifest) -> dict[str, dict[str, SavedTensor]]:
-    """Return the optimizer's states by parameter and name."""
-    out: dict[str, dict[str, SavedTensor]] = {}
-    for key, tensor in manifest.tensors.items():
-        section, _, rest = key.partition("/")
-        if section == "optimizer":
-            parameter, _, word = rest.rpartition("/")
-            out.setdefault(parameter, {})[word] = tensor
-    return out
+            notes.append(f"{len(self.skipped)} tensors were skipped: {listed(self.skipped)}")
+        for note in notes:
+            warnings.warn(note, stacklevel=4)
 
 
 def _no_tensor(key: str) -> Any:
     raise ValueError(f"unexpected tensor {key}")
-
-
-def _list(names: Iterable[str]) -> str:
-    found = list(names)
-    return ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")

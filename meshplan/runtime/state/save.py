@@ -27,9 +27,7 @@ from meshplan.runtime.state.live import (
     LiveState,
     LiveTensor,
     box_bytes,
-    plain_name,
     whole_tensor,
-    written_here,
 )
 from meshplan.runtime.watch.board import Board
 from meshplan.runtime.watch.guard import come_together, guarded
@@ -42,6 +40,7 @@ from meshplan.state.folder import (
     incomplete,
     remove_old,
 )
+from meshplan.state.held import plain_name, written_by
 from meshplan.state.manifest import Manifest, SavedFile, SavedPiece, SavedTensor
 from meshplan.state.safetensors import Bytes, TensorEntry, write
 from meshplan.state.values import to_json
@@ -186,7 +185,7 @@ class _Save:
         }
         self.own_values = {"optimizer": groups, "data": values["data"], "modules": modules}
         is_first = dist.get_rank() == 0
-        self.tensors = written_here(found, self.state.plan.mesh, dist.get_rank())
+        self.tensors = written_by(dist.get_rank(), found, self.state.plan.mesh)
         if is_first:
             self.values = values | {"progress": self.state.progress()}
             self.tensors += own

@@ -10,7 +10,7 @@ import torch
 
 import meshplan
 from meshplan.errors import MissingStateError, StateError
-from meshplan.runtime.state.live import plain_name
+from meshplan.state.held import plain_name
 from tests.helpers.stated import LAYOUTS, Job, Model, loaded, plan_of, saved
 
 PAIRS = {
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_listed_and_nothing_is_loaded(pool, tmp_path):
     pool(2).run(saved, "ddp", tmp_path)
     for text, same in pool(2).run(load_other, tmp_path, True):
         assert "the state has 2 tensors that the model lacks (layers.0.norm.weight, " in text
-        assert "the model has 2 tensors that the state lacks (tail.weight, tail.bias)" in text
+        assert ", and the model has 2 tensors that the state lacks (tail.weight, tail.bias)" in text
         assert "head.weight has the shape [32, 16] in the state, and [30, 16] in the model" in text
         assert "pass strict=False" in text
         assert same

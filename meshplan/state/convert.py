@@ -1,0 +1,107 @@
+"""Write a state anew, sharded as another plan shards it, without a process for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from meshplan.errors import Origin, StateError
+from meshplan.plan.plan import Plan
+from meshplan.state.boxes import LocalBox, TensorBox
+from meshplan.state.folder import abandon_folder, begin_folder, finish_folder
+from meshplan.state.held import HeldTensor, written_by
+from meshplan.state.manifest import Manifest, SavedFile, SavedPiece, SavedTensor
+from meshplan.state.matching import held_by, match
+from meshplan.state.reading import StateReader
+from meshplan.state.safetensors import Bytes, TensorEntry, write
+
+
+def convert_to_plan(source: Path, manifest: Manifest, plan: Plan, target: Path) -> Path:
+    """Write a state as the ranks of a plan would, one box after another; return its folder.
+
+    At most one rank's shard of one tensor is in memory.
+
+    Args:
+        source: The folder of the state.
+        manifest: Its manifest.
+        plan: The plan, made for the model that was saved.
+        target: The folder to write the state's folder into.
+
+    Raises:
+        StateError: The state is damaged or is not of this model, or its step is there already.
+        OSError: A file cannot be written.
+    """
+    matching = match(manifest, plan)
+    problems = [
+        replace(each, origin=Origin(str(source))) for each in matching.problems(strict=True)
+    ]
+    if problems:
+        raise StateError(problems)
+    folder = begin_folder(target, manifest.step)
+    try:
+        files: dict[str, SavedFile] = {}
+        pieces: dict[str, list[SavedPiece]] = {}
+        for rank in range(plan.mesh.world_size):
+            own = written_by(rank, held_by(rank, manifest, matching, plan), plan.mesh)
+            if rank == 0:
+                own += [
+                    _whole(key, each) for key, each in manifest.tensors.items() if _is_value(key)
+                ]
+            name = f"rank-{rank:05d}.safetensors"
+            if own:
+                files[name] = _write(folder / name, own, source, manifest, pieces)
+        made = replace(
+            manifest,
+            world_size=plan.mesh.world_size,
+            mesh=plan.mesh.sizes,
+            plan=plan.digest(),
+            files=files,
+            tensors={
+                key: replace(manifest.tensors[key], pieces=tuple(each))
+                for key, each in pieces.items()
+            },
+        )
+        return finish_folder(folder, made)
+    except BaseException:
+        abandon_folder(folder)
+        raise
+
+
+def _is_value(key: str) -> bool:
+    return key.startswith("values/")
+
+
+def _whole(key: str, tensor: SavedTensor) -> HeldTensor:
+    whole = TensorBox.whole(tensor.shape)
+    boxes = (LocalBox(whole, whole),) if whole.numel else ()
+    return HeldTensor(name=key, dtype=tensor.dtype, shape=tensor.shape, boxes=boxes)
+
+
+def _write(
+    path: Path,
+    tensors: list[HeldTensor],
+    source: Path,
+    manifest: Manifest,
+    pieces: dict[str, list[SavedPiece]],
+) -> SavedFile:
+    """Write the file of one rank, and append its pieces to those of each tensor."""
+    reader = StateReader(source, manifest)  # For each file anew: a state can have many files.
+    entries: dict[str, TensorEntry] = {}
+    boxes: dict[str, tuple[SavedTensor, TensorBox]] = {}
+    for each in tensors:
+        for number, box in enumerate(each.boxes):
+            key = each.name if len(each.boxes) == 1 else f"{each.name}#{number}"
+            entries[key] = TensorEntry(each.dtype, box.box.shape)
+            boxes[key] = manifest.tensors[each.name], box.box
+            pieces.setdefault(each.name, []).append(SavedPiece(path.name, key, box.box))
+
+    def content(key: str) -> Iterator[Bytes]:
+        tensor, box = boxes[key]
+        data: Bytes = np.empty(entries[key].num_bytes, dtype=np.uint8)
+        reader.read(tensor, LocalBox(box, TensorBox.whole(box.shape)), data, box.shape)
+        yield data
+
+    return SavedFile(*write(path, entries, content))
