@@ -20,12 +20,14 @@ class _Background:
         number: Number of boards that were made.
         thread: The thread; None if no state is being written.
         error: The error of the last state, until it is raised.
+        process: The process that waits for the thread when it ends; 0 if none does yet.
     """
 
     def __init__(self) -> None:
         self.number = 0
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
+        self.process = 0
 
 
 _BACKGROUND: Final = _Background()
@@ -51,15 +53,17 @@ def in_background(work: Callable[[], None]) -> None:
             # The job may end before anything else is saved or loaded.
             print(f"meshplan: a state was not saved: {error}", file=sys.stderr, flush=True)
 
+    if _BACKGROUND.process != os.getpid():
+        # In a process that multiprocessing started, finalizers run before threads are waited for,
+        # and one of them leaves the process group, which the board needs.
+        _BACKGROUND.process = os.getpid()
+        Finalize(None, _wait, exitpriority=200)
     _BACKGROUND.thread = threading.Thread(target=run, name="meshplan-save")
     _BACKGROUND.thread.start()
-    # In a process that multiprocessing started, finalizers run before threads are waited for, and
-    # one of them leaves the process group: the board needs it.
-    Finalize(None, _wait, args=(os.getpid(),), exitpriority=200)
 
 
-def _wait(process: int) -> None:
-    if _BACKGROUND.thread is not None and process == os.getpid():
+def _wait() -> None:
+    if _BACKGROUND.thread is not None and _BACKGROUND.process == os.getpid():
         _BACKGROUND.thread.join()
 
 
