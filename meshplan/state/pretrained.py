@@ -98,16 +98,12 @@ def write_index(folder: Path, weight_map: Mapping[str, str], num_bytes: int) -> 
     """Write the index of a checkpoint of several files; one of a single file has none.
 
     Raises:
-        StateError: The index cannot be written.
+        SpecError: The index cannot be written.
     """
     if len(set(weight_map.values())) < 2:
         return
     content = {"metadata": {"total_size": num_bytes}, "weight_map": dict(weight_map)}
-    text = json.dumps(content, indent=2).encode()
-    try:
-        write_bytes(folder / INDEX, text, "the index")
-    except SpecError as error:
-        raise StateError(error.problems) from None
+    write_bytes(folder / INDEX, json.dumps(content, indent=2).encode(), "the index")
 
 
 def convert(source: Path, manifest: Manifest, target: Path) -> dict[str, int]:
@@ -123,7 +119,8 @@ def convert(source: Path, manifest: Manifest, target: Path) -> dict[str, int]:
 
     Raises:
         StateError: The state is damaged, or the folder has files.
-        OSError: A file cannot be written.
+        SpecError: The index cannot be written.
+        OSError: A file with tensors cannot be written.
     """
     model = {
         key.partition("/")[2]: tensor
