@@ -76,12 +76,9 @@ def measure(mib: int, repeat: int, path: Path) -> dict[str, tuple[float, float]]
             torch.save(states, folder / "all.pt")
 
     def torch_load(folder: Path) -> None:
-        first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        states: Any = ({}, {})
-        if dist.get_rank() == 0:
-            states = torch.load(folder / "all.pt", weights_only=True, mmap=True)
+        states = torch.load(folder / "all.pt", weights_only=True, mmap=True)
         set_state_dict(
-            model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=first
+            model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=whole
         )
 
     for number in range(repeat):
