@@ -42,7 +42,7 @@ class SavedState:
 @shown
 @dataclass(frozen=True, slots=True)
 class PlannedLoad:
-    """What loading a state under a plan would read.
+    """The bytes that ranks would read to load a state under a plan.
 
     Args:
         mesh: The mesh of the plan, as text.

@@ -1,7 +1,7 @@
 """The part of each tensor of a state that a rank holds, and the rank that saves it.
 
-Where a rank's shard lies in the whole tensor follows from the plan's layouts. A state of the
-optimizer that has its parameter's shape is sharded like the parameter.
+The plan's layouts determine where a rank's shard lies in the whole tensor. Optimizer states with
+the shape of their parameter are sharded like it.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def is_held(fqn: str, plan: Plan, rank: int) -> bool:
 def _is_counted(placed: Placed, plan: Plan, rank: int) -> bool:
     """Return True if the rank's pipeline stages are the ones that save the tensor.
 
-    Of a buffer that is the last stage that has it: earlier ones end their forward early, and may
+    A buffer is saved by the last stage that has it: earlier ones end their forward early, and may
     not have updated it.
     """
     stages = plan.assignment.stages

@@ -36,7 +36,7 @@ from meshplan.state.values import from_json
 @shown
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """What `load` returns.
+    """A state that was loaded: the result of `load`.
 
     Args:
         step: Number of optimizer steps after which the state was saved.
@@ -111,7 +111,7 @@ def load(
     folder, manifest = found["folder"], found["manifest"]
     loading = Loading(live, manifest, folder, optimizer, strict=strict)
 
-    def check() -> Any:
+    def check() -> None:
         for name in sorted(manifest.files)[board.rank :: board.size]:
             if digest_of(folder / name) != manifest.files[name].xxh3:
                 raise StateError(changed_file(folder / name))
@@ -120,11 +120,11 @@ def load(
             if value is not None and manifest.values.get(word) is None:
                 what = f"the state was saved without a {word}"
                 raise StateError(Problem(what, Origin(str(folder)), f"load it without {word}="))
-        return None
+        found["values"] = loading.values()
 
     agree(board, "check", check)
     agree(board, "load", loading.load)
-    values = loading.values()
+    values = found["values"]
     live.set_progress(values["progress"])
     live.set_extra_states(values["modules"])
     if scheduler is not None:
