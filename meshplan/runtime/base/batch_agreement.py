@@ -78,7 +78,7 @@ def check_batches_agree(batch: Any, plan: Plan, mesh: DeviceMesh, step: int = 1)
         here, there = digest(batch, is_whole=is_due(step))
         both = torch.tensor([number + here, -number - here], device=device())
         if there is not None:
-            both += torch.cat((there, -there))
+            both += torch.stack((there, -there))
         # Over ranks, max(x) == -max(-x) exactly if all ranks have the same x.
         reduce_along(both, mesh, alike, dist.ReduceOp.MAX)
         high, low = both.tolist()

@@ -37,12 +37,16 @@ def digest(batch: Any, *, is_whole: bool) -> tuple[int, torch.Tensor | None]:
         found = elements(tensor, is_whole=is_whole)
         if found is None:
             continue
-        if found.device.type == "cpu":
+        if _is_on_host(found):
             here = zlib.crc32(memoryview(found.numpy()), here)
         else:
             added = _added_up(found)
             there = added if there is None else there * 31 + added
     return here, there
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def elements(tensor: torch.Tensor, *, is_whole: bool) -> torch.Tensor | None:

@@ -29,7 +29,7 @@ from meshplan.runtime.base.optimizer_steps import before_steps, is_due
 GradHook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class _GradHooks:
     """The hooks of one model, and the parameters whose hooks ran since the last optimizer step."""
 
@@ -108,12 +108,12 @@ def watch_torch_hooks(model: nn.Module, plan: Plan) -> None:
     for name, param in own_module(model).named_parameters():
         params.setdefault(name.partition("@")[0], []).append(param)
     hooks = _by_model[model] = _GradHooks(plan, params)
-    weak = weakref.ref(model)
+    weak, weak_hooks = weakref.ref(model), weakref.ref(hooks)
 
     def look(optimizer: torch.optim.Optimizer) -> None:
-        own = weak()
-        if own is None:
-            end()
+        # A strong reference would keep the parameters of a deleted model in memory.
+        own, hooks = weak(), weak_hooks()
+        if own is None or hooks is None:
             return
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not any(id(found[0]) in optimized for found in hooks.params.values()):
@@ -128,7 +128,7 @@ def watch_torch_hooks(model: nn.Module, plan: Plan) -> None:
         call_grad_hooks(own)
         hooks.called -= mine
 
-    end = before_steps(look)
+    weakref.finalize(model, before_steps(look))
 
     def forget_calls(*_: Any) -> None:
         if torch.is_grad_enabled():  # `look` did not run if fp16 overflow skipped the last step.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshplan
+from meshplan.runtime.base import digest
 from meshplan.runtime.base.mesh import local_of
 from meshplan.runtime.comparisons import drift
 from meshplan.runtime.comparisons.drift import _differ, _ends, _sums, _tolerance
@@ -77,6 +78,23 @@ def test_other_samples_in_a_replica_are_refused_in_that_step(pool, plan, step, w
             assert f"the values of {name} differ between rank 0 and rank 1" in words
             assert "num_replicas=plan.num_data_ranks" in words
     pool(PLANS[plan][0]).close()  # Ranks of another replica went on: the group is dead.
+
+
+def others_on_a_gpu(plan: str) -> tuple[int, str]:
+    """The same where batches are summed as on an accelerator, whose numbers no rank waits for."""
+    of_host, digest._is_on_host = digest._is_on_host, lambda tensor: False
+    try:
+        return others_from(3, plan, "inputs")
+    finally:
+        digest._is_on_host = of_host
+
+
+@pytest.mark.parametrize("plan", ["tp", "pp", "cp"])
+def test_batches_on_a_gpu_are_compared_too(pool, plan):
+    for found, words in pool(PLANS[plan][0]).run(others_on_a_gpu, plan):
+        assert found == 3
+        assert "differ between rank 0 and rank 1" in words
+    pool(PLANS[plan][0]).close()
 
 
 def by_hand(plan: str) -> str:
