@@ -128,6 +128,19 @@ def embedding_backward(
     return (each, each, small, small, small, index_bytes * parts, summed)
 
 
+def softmax_backward(num_bytes: int) -> tuple[int]:
+    """Return the bytes of the workspace of softmax's backward: the gradient times the output.
+
+    The backward of log-softmax has no workspace.
+
+    Args:
+        num_bytes: Bytes of the product of gradient and output.
+
+    Source: cuda/SoftMax.cu, `softmax_backward_cuda_out`.
+    """
+    return (num_bytes,)
+
+
 def sort(num: int, element_bytes: int = _INT64) -> tuple[int, ...]:
     """Return the bytes of each tensor of the workspace of sorting `num` elements along one dim.
 

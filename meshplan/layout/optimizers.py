@@ -14,6 +14,10 @@ from typing import Final
 
 from meshplan.shown import shown
 
+STATES_FROM_START: Final = frozenset({"adagrad"})
+"""Optimizers that make their states when they are constructed. All others make them in their first
+step. Source: torch 2.13, optim/adagrad.py, `Adagrad.__init__`."""
+
 _Bytes = Callable[[tuple[int, ...], int, int], int]
 _COUNTER: Final = 4
 """Bytes of the step count of one parameter, a float32 scalar."""

@@ -16,7 +16,7 @@ from meshplan.cli.app import main
 from meshplan.layout.hardware import find_device
 from meshplan.memory import with_workspaces
 from meshplan.memory.analytic.estimate import analytic_log_of_rank
-from meshplan.memory.log.allocator import reserve
+from meshplan.memory.answer.reserved import reserve_from_start
 from meshplan.plan.plan import make_plan
 from meshplan.planner.answers.infeasible import trouble_of
 from meshplan.planner.problem.request import request_of_file
@@ -45,7 +45,8 @@ def test_what_is_told_is_reserved_by_that_allocator(job, capsys):
         log = with_workspaces(
             analytic_log_of_rank(plan, 0, device=question.device), question.device
         )
-        assert group["peak"]["reserved_bytes"] == reserve(log, expandable=bool(more)).reserved_bytes
+        held = reserve_from_start(log, plan.spec, expandable=bool(more))
+        assert group["peak"]["reserved_bytes"] == held.reserved_bytes
         found.append(group["peak"]["reserved_bytes"])
     assert found[1] < found[0]
 

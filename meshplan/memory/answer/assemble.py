@@ -11,8 +11,12 @@ from meshplan.memory.answer.compile_bound import BOUND, least_of
 from meshplan.memory.answer.estimate import MemoryEstimate, Tier, group_of
 from meshplan.memory.answer.hosts import host_of
 from meshplan.memory.answer.reconcile import reconcile
-from meshplan.memory.answer.reserved import RankSummary, ReplayCache, ReservedLog
-from meshplan.memory.log.allocator import reserve
+from meshplan.memory.answer.reserved import (
+    RankSummary,
+    ReplayCache,
+    ReservedLog,
+    reserve_from_start,
+)
 from meshplan.memory.log.driver import communicators, driver_bytes, with_workspaces
 from meshplan.memory.log.events import EventLog
 from meshplan.memory.log.torch_version import installed, unlike
@@ -150,7 +154,7 @@ def with_packed(
         return estimate
     groups = list(estimate.groups)
     worst = groups.index(estimate.worst)
-    packed = reserve(replayed[worst].log, expandable=True).reserved_bytes
+    packed = reserve_from_start(replayed[worst].log, plan.spec, expandable=True).reserved_bytes
     groups[worst] = replace(groups[worst], packed_bytes=packed)
     return replace(estimate, groups=tuple(groups))
 
@@ -195,7 +199,8 @@ def least_bytes(plan: Plan, log: EventLog, device: str) -> int | None:
     compiled = plan.assignment.compiled
     if not compiled:
         return None
-    return reserve(with_workspaces(least_of(log, compiled), device)).allocated_bytes
+    log = with_workspaces(least_of(log, compiled), device)
+    return reserve_from_start(log, plan.spec).allocated_bytes
 
 
 def _stages_of(plan: Plan, rank: int) -> tuple[int, ...]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import NamedTuple
 
+from meshplan.layout.optimizers import STATES_FROM_START
 from meshplan.memory.log.allocator import Reserve, reserve
 from meshplan.memory.log.driver import with_workspaces
-from meshplan.memory.log.events import EventLog, Term
+from meshplan.memory.log.events import EventLog, Storage, Term
+from meshplan.memory.log.first_step import with_first_step
 from meshplan.spec.spec import Spec
-
-_STREAM = attrgetter("stream")
 
 
 class PeakLocation(NamedTuple):
@@ -68,11 +67,11 @@ class ReplayCache:
 
     Args:
         device: A device name of `hardware`, which determines the workspaces; "" if unknown.
-        spec: The spec of the plan, which selects the allocator (with expandable segments or not).
+        spec: The spec of the plan, for its optimizer and its allocator.
     """
 
     def __init__(self, device: str, spec: Spec) -> None:
-        self._device, self._grows = device, spec.allocator == "expandable"
+        self._device, self._spec = device, spec
         self._known: list[tuple[EventLog, Reserve]] = []
 
     def of(self, log: EventLog) -> ReservedLog:
@@ -82,9 +81,23 @@ class ReplayCache:
             (replayed for known, replayed in self._known if _do_the_same(known, log)), None
         )
         if found is None:
-            found = reserve(whole, expandable=self._grows)
+            found = reserve_from_start(whole, self._spec)
             self._known.append((log, found))
         return ReservedLog(whole, found)
+
+
+def reserve_from_start(log: EventLog, spec: Spec, *, expandable: bool | None = None) -> Reserve:
+    """Return the allocator's peaks for a step after the first one, the first one included.
+
+    Args:
+        log: The step, with cuBLAS's workspaces.
+        spec: The spec of the plan, for its optimizer and its allocator.
+        expandable: Whether to simulate expandable segments; None means as the spec says.
+    """
+    if spec.optimizer not in STATES_FROM_START:
+        log = with_first_step(log)
+    grows = spec.allocator == "expandable" if expandable is None else expandable
+    return reserve(log, expandable=grows)
 
 
 def _do_the_same(one: EventLog, other: EventLog) -> bool:
@@ -94,4 +107,9 @@ def _do_the_same(one: EventLog, other: EventLog) -> bool:
     """
     if len(one.changes) != len(other.changes) or one.changes != other.changes:
         return False
-    return [*map(_STREAM, one.storages)] == [*map(_STREAM, other.storages)]
+    return [*map(_handling, one.storages)] == [*map(_handling, other.storages)]
+
+
+def _handling(storage: Storage) -> tuple[int, bool]:
+    """Return what the allocator's play depends on beside the events: stream, and if it is late."""
+    return storage.stream, storage.term is Term.OPTIMIZER

@@ -84,9 +84,7 @@ def _in_full(w: TapeBuilder, q: int, k: int, v: int, head_dim: int, seq_len: int
     shrunk = w.scale(keys)
     contiguous = w.shift(scaled, "clone")
     masked = w.shift(product(contiguous, shrunk, scores))
-    shares = w.row(
-        "_safe_softmax", (masked,), scores, keeps_out=True, grads=(Grad(masked, scores),)
-    )
+    shares = w.softmax(masked, scores, "_safe_softmax")
     out = product(shares, values, size)
     w.touch(scaled, keys, bias)
     return w.row("clone", (out,), size, grads=(Grad(out, size),))

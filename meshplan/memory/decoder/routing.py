@@ -37,7 +37,7 @@ def route(w: TapeBuilder, shape: Shape, x: int) -> tuple[int, int, int]:
     logits = w.at(above).linear(x, shape.hidden, shape.experts, name)
     wide = w.cast(logits, _FP32 / w.element_bytes)
     size, chosen = w.size(wide), tokens * shape.top_k * _FP32
-    shares = w.row("_softmax", (wide,), size, keeps_out=True, grads=(Grad(wide, size),))
+    shares = w.softmax(wide, size)
     weights, index = tape.value(chosen), tape.value(tokens * shape.top_k * _ID)
     tape.add(
         TapeOp("topk", w.module, (shares,), (weights, index), (index,), (Grad(shares, size),),

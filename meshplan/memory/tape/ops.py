@@ -176,6 +176,13 @@ class TapeBuilder:
             grads=(Grad(x, size),), workspace_backward_bytes=workspace_backward_bytes,
         )  # fmt: skip
 
+    def softmax(self, x: int, nbytes: int, op: str = "_softmax") -> int:
+        """Append a softmax of `nbytes` bytes, whose output is saved for backward."""
+        return self.row(
+            op, (x,), nbytes, keeps_out=True, grads=(Grad(x, nbytes),),
+            workspace_backward_bytes=sum(kernels.softmax_backward(nbytes)) if self.is_cuda else 0,
+        )  # fmt: skip
+
     def cast(self, x: int, ratio: float) -> int:
         """Cast to a dtype `ratio` times as wide, and return the result: `x` itself for ratio 1."""
         if ratio == 1:

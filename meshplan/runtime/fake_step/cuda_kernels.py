@@ -66,6 +66,7 @@ def replaced(kernels: Kernels) -> Mapping[str, Callable[..., Any]]:
     return MappingProxyType(
         {
             "dropout": _dropout,
+            "layer_norm": _layer_norm,
             "_fused_rms_norm": _rms_norm,
             "scaled_dot_product_attention": attention,
             "softmax.int": _softmax,
@@ -115,6 +116,37 @@ class _RmsNorm(torch.autograd.Function):
 
 def _rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
     return _RmsNorm.apply(x, shape, weight, eps)
+
+
+class _LayerNorm(torch.autograd.Function):
+    """LayerNorm that saves its statistics in float32; on the CPU they have the input's dtype.
+
+    Source: torch's cuda/layer_norm_kernel.cu, `layer_norm_cuda`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+        with below_autograd():
+            y, *statistics = _ops.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.save_for_backward(x, *[each.float() for each in statistics], weight, bias)
+        ctx.shape = shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        x, mean, root, weight, bias = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        wanted = [needed[0], weight is not None and needed[2], bias is not None and needed[3]]
+        of_x, of_weight, of_bias = _ops.native_layer_norm_backward(
+            gradient, x, ctx.shape, mean, root, weight, bias, wanted
+        )
+        return of_x, None, of_weight, of_bias, None
+
+
+def _layer_norm(
+    x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+) -> Any:
+    return _LayerNorm.apply(x, shape, weight, bias, eps)
 
 
 def _softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:

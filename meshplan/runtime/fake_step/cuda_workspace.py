@@ -51,6 +51,12 @@ def _embedding_backward(args: Any, out: Any) -> tuple[int, ...]:
     )  # fmt: skip
 
 
+def _softmax_backward(args: Any, out: Any) -> tuple[int, ...]:
+    gradient, output, *_ = args
+    dtype = torch.promote_types(gradient.dtype, output.dtype)
+    return kernels.softmax_backward(output.numel() * dtype.itemsize)
+
+
 def _put_and_add(args: Any, out: Any) -> tuple[int, ...]:
     target, indices, _, *accumulate = args
     if not accumulate or not accumulate[0]:
@@ -73,6 +79,7 @@ _ROWS: Final[Mapping[Any, Callable[[Any, Any], tuple[int, ...]]]] = MappingProxy
         _ops._scaled_dot_product_cudnn_attention_backward.default: _flash_backward,
         _ops._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
         _ops.embedding_dense_backward.default: _embedding_backward,
+        _ops._softmax_backward_data.default: _softmax_backward,
         _ops.sort.default: _sort,
         _ops.sort.stable: _sort,
         _ops.index_put_.default: _put_and_add,

@@ -85,6 +85,23 @@ def test_rms_norm_keeps_one_number_for_each_row() -> None:
         assert saved_bytes(lambda x, w: F.rms_norm(x, (32,), w), x, w) > 4 * 64 * 32
 
 
+def test_layer_norm_keeps_two_numbers_of_float32_for_each_row() -> None:
+    def norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (32,), w, b)
+
+    with cuda():
+        x, w, b = (filled(*shape, dtype=BF16) for shape in ((64, 32), (32,), (32,)))
+        assert saved_bytes(norm, x, w, b) == 2 * 4 * 64
+        norm(x, w, b).sum().backward()
+        for tensor in (x, w, b):
+            assert tensor.grad is not None
+            assert (tensor.grad.shape, tensor.grad.dtype) == (tensor.shape, BF16)
+        F.layer_norm(x, (32,)).sum().backward()  # Without a weight.
+    with fake_mode():
+        x, w, b = (filled(*shape, dtype=BF16) for shape in ((64, 32), (32,), (32,)))
+        assert saved_bytes(norm, x, w, b) == 2 * 2 * 64
+
+
 @pytest.mark.parametrize("softmax", [F.softmax, F.log_softmax])
 def test_softmax_of_float16_is_not_copied_to_float32(softmax: Any) -> None:
     def in_float32(x: torch.Tensor) -> torch.Tensor:
@@ -273,6 +290,9 @@ def test_what_operators_take_for_themselves() -> None:
     assert taken_inside(embedding, (like(3072, 64), few, 1000), None) == ()
     taken = taken_inside(embedding, (like(4096, 64), many, 1000), None)
     assert taken[-1] == 4 * (409 + 1000) * 64
+    softmax = aten._softmax_backward_data.default
+    assert taken_inside(softmax, (q, q, -1, BF16), None) == (2 * 2 * 8 * 100 * 64,)
+    assert taken_inside(softmax, (q.float(), q, -1, BF16), None) == (4 * 2 * 8 * 100 * 64,)
     put = aten.index_put.default
     assert taken_inside(put, (q, [few], q, False), None) == ()
     assert taken_inside(put, (q, [None, few], q, True), None) == (8 * 2 * 3072,) * 5

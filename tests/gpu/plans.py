@@ -1,24 +1,14 @@
-"""The plans that are held against a GPU's allocator, on a Llama of one to eight billion parameters.
+"""The cases whose memory is compared with a GPU's allocator: models, plans, optimizers, batches.
 
-Each is one rank of a job of several; what the others would send is not there, and takes no part in
+Each is rank 0 of a job of several ranks. What the others would send is missing, and has no part in
 what this rank's allocator hands out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
-
-from tests.bench.llama import Shape
-
-SHAPES: Final[Mapping[str, Shape]] = {
-    "8b": Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256,
-                seq_len=4096),
-    "1b": Shape(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256,
-                seq_len=4096),
-    "tiny": Shape(layers=4, hidden=64, heads=8, kv_heads=4, ffn=128, vocab=256, seq_len=32),
-}  # fmt: skip
-"""Llama 3.1 8B and Llama 3.2 1B, its head untied; and one for machines without a GPU."""
 
 _TP: Final = [
     {"match": "tok_embeddings", "place": {"tp": "vocab"}},
@@ -28,6 +18,29 @@ _TP: Final = [
     {"match": "layers.*.feed_forward.w2", "place": {"tp": "rowwise"}},
     {"match": "output", "place": {"tp": "colwise_gather_output"}},
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run.
+
+    Args:
+        plan: The plan.
+        model: Name in `models.MODELS`.
+        samples: Samples of a microbatch.
+    """
+
+    plan: Mapping[str, Any]
+    model: str = "llama"
+    samples: int = 1
+
+    @property
+    def world(self) -> int:
+        """Number of ranks of the job."""
+        total = 1
+        for size in self.plan["mesh"].values():
+            total *= size
+        return total
 
 
 def _sharded(ranks: int = 8, **more: Any) -> dict[str, Any]:
@@ -45,10 +58,14 @@ def _stages(schedule: str, **more: Any) -> dict[str, Any]:
             "pipeline": pipeline, **more}  # fmt: skip
 
 
+def _replicated(**more: Any) -> dict[str, Any]:
+    return {"version": 1, "mesh": {"dp_replicate": 8}, "strategy": "ddp", **more}
+
+
 _FULL: Final = {"activation_checkpointing": "full"}
 _BATCH2: Final = {"batch": {"accumulate": 2}}
 
-PLANS: Final[Mapping[str, dict[str, Any]]] = {
+_LLAMA: Final[Mapping[str, dict[str, Any]]] = {
     "full_shard": _sharded(),
     "full_shard over 64": _sharded(64),
     "full_shard, recomputed": _sharded(**_FULL),
@@ -66,24 +83,52 @@ PLANS: Final[Mapping[str, dict[str, Any]]] = {
         rules=[{"match": "layers.*", "reshard_after_forward": False}]),
     "full_shard, parameters on the host": _sharded(offload="params", **_FULL),
     "full_shard, activations on the host": _sharded(offload={"activations": True}),
+    "full_shard, loss in 8 chunks": _sharded(loss_chunks=8),
+    "full_shard, expandable segments": _sharded(allocator="expandable"),
+    "full_shard, fused AdamW": _sharded(optimizer="adamw_fused"),
+    "full_shard, SGD": _sharded(optimizer="sgd"),
+    "full_shard, SGD with momentum": _sharded(optimizer="sgd_momentum"),
+    "full_shard, Adagrad": _sharded(optimizer="adagrad"),
+    "full_shard, RMSprop": _sharded(optimizer="rmsprop"),
+    "full_shard, compiled": _sharded(compile=True),
     "zero1": _sharded(strategy="zero1"),
     "zero2": _sharded(strategy="zero2"),
     "zero2, accumulated": _sharded(strategy="zero2", **_BATCH2),
     "hybrid_shard": _sharded(mesh={"dp_replicate": 2, "dp_shard": 8}),
     "hybrid_shard, accumulated": _sharded(mesh={"dp_replicate": 2, "dp_shard": 8}, **_BATCH2),
-    "ddp": {"version": 1, "mesh": {"dp_replicate": 8}, "strategy": "ddp", **_FULL},
-    "ddp, buckets apart": {"version": 1, "mesh": {"dp_replicate": 8}, "strategy": "ddp",
-                           "ddp": {"gradient_as_bucket_view": False}, **_FULL},
+    "ddp": _replicated(**_FULL),
+    "ddp, bf16-mixed": _replicated(precision="bf16-mixed"),
+    "ddp, buckets apart": _replicated(ddp={"gradient_as_bucket_view": False}, **_FULL),
     "tp x full_shard": _with_tp(),
     "tp x full_shard, recomputed": _with_tp(**_FULL),
     "1F1B x full_shard": _stages("1F1B"),
     "GPipe x full_shard, recomputed": _stages("GPipe", **_FULL),
+    "Interleaved1F1B x full_shard": _stages("Interleaved1F1B"),
 }  # fmt: skip
 
+_OTHERS: Final[Mapping[str, Case]] = {
+    "Qwen2, full_shard": Case(_sharded(), "qwen2", 2),
+    "Qwen2, full_shard, recomputed": Case(_sharded(**_FULL), "qwen2", 4),
+    "Qwen2, tp x full_shard, sequence parallel": Case(
+        {
+            "version": 1,
+            "mesh": {"dp_shard": 4, "tp": 2},
+            "precision": "bf16-mixed",
+            "tp_plan": "auto",
+            "sequence_parallel": True,
+        },
+        "qwen2",
+        2,
+    ),
+    "GPT-2, full_shard": Case(_sharded(), "gpt2", 4),
+    "GPT-2, ddp, float32": Case(_replicated(), "gpt2", 2),
+    "BERT, full_shard": Case(_sharded(), "bert", 8),
+    "BERT, zero1": Case(_sharded(strategy="zero1"), "bert", 8),
+    "T5, full_shard": Case(_sharded(), "t5", 8),
+    "ViT, full_shard": Case(_sharded(), "vit", 32),
+    "ViT, ddp, bf16-mixed": Case(_replicated(precision="bf16-mixed"), "vit", 32),
+    "ResNet-50, ddp": Case(_replicated(), "resnet", 64),
+}
 
-def world_of(plan: Mapping[str, Any]) -> int:
-    """Ranks of a plan."""
-    total = 1
-    for size in plan["mesh"].values():
-        total *= size
-    return total
+CASES: Final[Mapping[str, Case]] = {name: Case(plan) for name, plan in _LLAMA.items()} | _OTHERS
+"""By the name of a row."""

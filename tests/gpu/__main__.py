@@ -1,0 +1,291 @@
+"""Everything that needs a GPU, in one command: predictions beside what one device does.
+
+    python -m tests.gpu [--device cuda|cpu] [--size full|tiny] [--out gpu.json] [--seconds 480]
+                        [--memory-jobs 3] [SECTION ...]
+    python -m tests.gpu --table FILE
+    python -m tests.gpu --predict FILE
+
+The sections are memory, workspaces, seconds, by_hand, states, ranks and fixes (`SECTIONS` says what
+each does). Each run of a model is a process of its own, so that nothing is left of the one before.
+What is measured is written to the file at once. A run for which no time is left is listed as
+skipped. `--predict` needs no GPU: it predicts anew what a file has measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from tests.gpu.run import Room, Row, Run, apart, line_of, stream
+
+_CONTEXT: Final = 1 << 30
+"""Bytes of a process on the device beside what its allocator reserves."""
+
+
+def memory(run: Run) -> None:
+    """Peaks of rank 0 of many, under a group of fakes, for 45 models and plans."""
+    from tests.gpu import memory as section
+    from tests.gpu.plans import CASES
+
+    kind = run.gpu or "cpu"
+
+    def one(name: str) -> None:
+        row: Row = {"name": name, "ranks": CASES[name].world}
+        with many:
+            told = apart(section.predicted, name, run.size, kind, seconds=run.left, cuda=False)
+        if isinstance(told, str):
+            return run.note("memory", row | {"error": f"predicted: {told}"})
+        with slots, room.of(told.get("reserved_bytes", 0) + _CONTEXT):
+            found = apart(section.measured, name, run.size, run.device, seconds=run.left)
+        row["predicted"] = told
+        if isinstance(found, str):
+            return run.note("memory", row | {"error": f"measured: {found}"})
+        return run.note("memory", row | {"measured": found})
+
+    cores = os.cpu_count() or 2
+    slots = threading.Semaphore(run.memory_jobs)
+    many = threading.Semaphore(max(1, cores - 2 * run.memory_jobs))
+    room = Room(run.memory_bytes)
+    with ThreadPoolExecutor(4 * cores) as threads:
+        list(threads.map(one, CASES))
+
+
+def workspaces(run: Run) -> None:
+    """Memory that single kernels allocate and free."""
+    from tests.gpu import workspaces as section
+
+    if run.device == "cpu":
+        return run.note("workspaces", {"name": "all", "skipped": "a CPU has no such kernels"})
+    found = apart(section.measured, seconds=run.left)
+    for row in [{"name": "all", "error": found}] if isinstance(found, str) else found:
+        run.note("workspaces", row)
+    return None
+
+
+def seconds(run: Run) -> None:
+    """Calibrate, then seconds and peaks of steps on one rank as `plan` and `estimate` say them."""
+    from tests.gpu import seconds as section
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        profile = str(folder / "profile.json")
+        told = apart(section.calibrated, profile, seconds=run.left)
+        row: Row = {"name": "calibrate"}
+        run.note("calibrate", row | ({"error": told} if isinstance(told, str) else told))
+        measured = isinstance(told, dict) and "profile" in told
+        answers = section.predictions(run.gpu, run.size, folder, profile if measured else None)
+        generic = section.predictions(run.gpu, run.size, folder, None) if run.gpu else {}
+    found: dict[str, Any] = {}
+    for answer in stream(section.all_measured, run.gpu, run.size, run.device, seconds=run.left):
+        if isinstance(answer, str):
+            found = dict.fromkeys(answers, answer) | found
+            break
+        name, result = answer
+        found[name] = result
+        _seconds(run, name, result, answers, generic)
+    for name in answers:
+        if isinstance(found.get(name, ""), str) and name not in done(run, "seconds"):
+            _seconds(run, name, found.get(name, "not run"), answers, generic)
+
+
+def _seconds(
+    run: Run, name: str, found: Any, answers: dict[str, Any], generic: dict[str, Any]
+) -> None:
+    row: Row = {"name": name, "predicted": answers[name]}
+    if "seconds" in generic.get(name, {}):
+        row["generic_s"] = generic[name]["seconds"]
+    run.note("seconds", row | ({"error": found} if isinstance(found, str)
+                               else {"measured": found}))  # fmt: skip
+
+
+def done(run: Run, section: str) -> set[str]:
+    """Return the names of a section's rows."""
+    return {row["name"] for row in run.rows.get(section, ())}
+
+
+def by_hand(run: Run) -> None:
+    """The wrapped model beside the model wrapped by hand: losses, seconds, peaks."""
+    from tests.gpu import by_hand as section
+
+    for kind in section.KINDS:
+        found = apart(section.beside, kind, run.size, run.device, seconds=run.left)
+        run.note("by_hand", {"name": kind, **({"error": found} if isinstance(found, str)
+                                              else {"measured": found})})  # fmt: skip
+
+
+def states(run: Run) -> None:
+    """Saved, resumed and pretrained states."""
+    from tests.gpu import states as section
+
+    calls: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
+        *((f"resumed, {p}", section.resumed, (p,)) for p in section.PRECISIONS),
+        ("seconds", section.timed, ()),
+        ("load_pretrained", section.pretrained, ()),
+    ]
+    for name, function, args in calls:
+        found = apart(function, *args, run.size, run.device, seconds=run.left)
+        run.note("states", {"name": name, **({"error": found} if isinstance(found, str)
+                                             else {"measured": found})})  # fmt: skip
+
+
+def ranks(run: Run) -> None:
+    """Four ranks that share the device by gloo: losses as in one process."""
+    from tests.gpu import ranks as section
+
+    (reference, *names) = section.PLANS
+    expected = section.losses(reference, run.device, min(60.0, run.left))
+    if isinstance(expected, str):
+        return run.note("ranks", {"name": reference, "error": expected})
+
+    def one(name: str) -> None:
+        found = section.losses(name, run.device, min(60.0, max(run.left, 0.1)))
+        row: Row = {"name": name}
+        if isinstance(found, str):
+            row["error"] = found
+        else:
+            worst = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
+            row["measured"] = {"losses": found, "one_process": expected, "difference": worst}
+        run.note("ranks", row)
+
+    with ThreadPoolExecutor(3 if run.device == "cuda" else 1) as threads:
+        list(threads.map(one, names))
+    return None
+
+
+def fixes(run: Run) -> None:
+    """A plan that runs out of memory, and the first change that `--fixes` says is enough."""
+    from tests.gpu import fixes as section
+
+    with tempfile.TemporaryDirectory() as folder:
+        told = section.predicted(run.gpu, run.size, Path(folder))
+        row: Row = {"name": "as written", "predicted": told}
+        if "error" in told or told["first"] is None:
+            return run.note("fixes", row)
+        for name, settings in (("as written", []), ("first fix", told["first"]["settings"])):
+            row = {"name": name, "predicted": told} if not settings else {"name": name}
+            row |= {"settings": settings} if settings else {}
+            found = apart(section.train, told["plan"], settings, run.device, seconds=run.left)
+            run.note("fixes", row | ({"error": found} if isinstance(found, str)
+                                     else {"measured": found}))  # fmt: skip
+    return None
+
+
+SECTIONS: Final[dict[str, Callable[[Run], None]]] = {
+    "memory": memory, "seconds": seconds, "by_hand": by_hand, "fixes": fixes, "states": states,
+    "workspaces": workspaces, "ranks": ranks,
+}  # fmt: skip
+
+
+def table(book: dict[str, Any]) -> list[str]:
+    """Return all rows as lines of text."""
+    lines = [f"{book['device']}, torch {book['torch']}, meshplan {book['meshplan']}"]
+    for section, rows in book["sections"].items():
+        lines += ["", section, *(f"  {line_of(row)}" for row in rows)]
+    return lines
+
+
+def predict(book: dict[str, Any]) -> None:
+    """Replace the predictions of a book of a GPU by those of today."""
+    from tests.gpu import memory as held
+    from tests.gpu import seconds as timed
+
+    gpu, size, sections = book["gpu"], book["size"], book["sections"]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        names = [row["name"] for row in sections["memory"]]
+        found = threads.map(
+            lambda name: apart(held.predicted, name, size, gpu, seconds=600, cuda=False), names
+        )
+        for row, told in zip(sections["memory"], found, strict=True):
+            row["predicted"] = told if isinstance(told, dict) else {"error": told}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, path = Path(temporary), Path(temporary, "profile.json")
+        path.write_text(json.dumps(sections["calibrate"][0]["profile"]))
+        for row, told, generic in zip(
+            sections["seconds"],
+            timed.predictions(gpu, size, folder, str(path)).values(),
+            timed.predictions(gpu, size, folder, None).values(),
+            strict=True,
+        ):
+            row["predicted"], row["generic_s"] = told, generic.get("seconds")
+
+
+def _head(run: Run) -> dict[str, Any]:
+    import torch
+
+    import meshplan
+
+    name = torch.cuda.get_device_name() if run.device == "cuda" else "CPU"
+    versions = {"torch": torch.__version__, "python": platform.python_version(),
+                "meshplan": meshplan.__version__}  # fmt: skip
+    return {"device": name, "gpu": run.gpu, "size": run.size, **versions}
+
+
+def _gpu() -> str:
+    from meshplan.runtime.calibrate import seen_devices
+
+    found, _ = seen_devices()
+    return found.name if found is not None else ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--size", choices=("full", "tiny"), help="default: full on a GPU")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    parser.add_argument("--seconds", type=float, default=470.0)
+    parser.add_argument("--memory-jobs", type=int, default=6)
+    parser.add_argument("--table", type=Path, help="print the table of a file, and nothing else")
+    parser.add_argument("--predict", type=Path, help="predict anew what a file has measured")
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
+    args = parser.parse_args(argv)
+    if args.table is not None:
+        print(*table(json.loads(args.table.read_text())), sep="\n")
+        return 0
+    if args.predict is not None:
+        book = json.loads(args.predict.read_text())
+        predict(book)
+        args.predict.write_text(json.dumps(book, indent=1) + "\n")
+        print(*table(book), sep="\n")
+        return 0
+    if unknown := sorted(set(args.sections) - set(SECTIONS)):
+        parser.error(f"no such section: {', '.join(unknown)}")
+    start = time.monotonic()
+    run = Run(
+        args.device,
+        _gpu() if args.device == "cuda" else "",
+        args.size or ("full" if args.device == "cuda" else "tiny"),
+        args.memory_jobs,
+        args.out,
+        start + args.seconds,
+        {},
+    )
+    run.head = _head(run)
+    for name, section in SECTIONS.items():
+        if args.sections and name not in args.sections:
+            continue
+        begin = time.monotonic()
+        if run.left <= 0:
+            run.note(name, {"name": "all", "skipped": "no time was left"})
+            continue
+        try:
+            section(run)
+        except Exception:
+            run.note(name, {"name": "all", "error": traceback.format_exc()})
+        print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"wrote {args.out} after {time.monotonic() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
