@@ -21,8 +21,8 @@ from meshplan.units import format_bytes, format_gib
 
 RESERVED_ERROR: Final = 0.02
 """Fraction by which the allocator may reserve more than predicted. [Empirical]: on an H200 it
-reserved at most 0.9 % more than predicted from a trace in 41 of 46 runs, and up to 5.8 % more in the
-others, of which three use workspaces whose size cuDNN chooses (docs/evidence/h200.json)."""
+reserved at most 1.7 % more than predicted from a trace in 42 of 46 runs, and 2.9 to 5.9 % more in
+four, of which two use workspaces whose size cuDNN chooses (docs/evidence/h200.json)."""
 
 
 class Tier(StrEnum):
