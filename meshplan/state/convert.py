@@ -12,7 +12,7 @@ from meshplan.errors import Origin, StateError
 from meshplan.plan.plan import Plan
 from meshplan.state.boxes import LocalBox, TensorBox
 from meshplan.state.folder import abandon_folder, begin_folder, finish_folder
-from meshplan.state.held import HeldTensor, written_by
+from meshplan.state.held import HeldTensor, held_alone, written_by
 from meshplan.state.manifest import Manifest, SavedFile, SavedPiece, SavedTensor
 from meshplan.state.matching import held_by, match
 from meshplan.state.reading import StateReader
@@ -48,11 +48,14 @@ def convert_to_plan(source: Path, manifest: Manifest, plan: Plan, target: Path) 
             own = written_by(rank, held_by(rank, manifest, matching, plan), plan.mesh)
             if rank == 0:
                 own += [
-                    _whole(key, each) for key, each in manifest.tensors.items() if _is_value(key)
+                    held_alone(key, each.dtype, each.shape)
+                    for key, each in manifest.tensors.items()
+                    if _is_value(key)
                 ]
             name = f"rank-{rank:05d}.safetensors"
-            if own:
-                files[name] = _write(folder / name, own, source, manifest, pieces)
+            written = _write(folder / name, own, source, manifest, pieces)
+            if written is not None:
+                files[name] = written
         made = replace(
             manifest,
             world_size=plan.mesh.world_size,
@@ -74,29 +77,29 @@ def _is_value(key: str) -> bool:
     return key.startswith("values/")
 
 
-def _whole(key: str, tensor: SavedTensor) -> HeldTensor:
-    whole = TensorBox.whole(tensor.shape)
-    boxes = (LocalBox(whole, whole),) if whole.numel else ()
-    return HeldTensor(name=key, dtype=tensor.dtype, shape=tensor.shape, boxes=boxes)
-
-
 def _write(
     path: Path,
     tensors: list[HeldTensor],
     source: Path,
     manifest: Manifest,
     pieces: dict[str, list[SavedPiece]],
-) -> SavedFile:
-    """Write the file of one rank, and append its pieces to those of each tensor."""
+) -> SavedFile | None:
+    """Write the file of one rank, and append its pieces to those of each tensor.
+
+    Returns:
+        The file; None if the rank has no elements to write.
+    """
     reader = StateReader(source, manifest)  # For each file anew: a state can have many files.
     entries: dict[str, TensorEntry] = {}
     boxes: dict[str, tuple[SavedTensor, TensorBox]] = {}
     for each in tensors:
-        for number, box in enumerate(each.boxes):
-            key = each.name if len(each.boxes) == 1 else f"{each.name}#{number}"
+        known = pieces.setdefault(each.name, [])
+        for key, box in each.pieces():
             entries[key] = TensorEntry(each.dtype, box.box.shape)
             boxes[key] = manifest.tensors[each.name], box.box
-            pieces.setdefault(each.name, []).append(SavedPiece(path.name, key, box.box))
+            known.append(SavedPiece(path.name, key, box.box))
+    if not entries:
+        return None
 
     def content(key: str) -> Iterator[Bytes]:
         tensor, box = boxes[key]

@@ -7,7 +7,7 @@ the shape of their parameter are sharded like it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -16,7 +16,7 @@ from meshplan.layout.layout import Layout
 from meshplan.layout.mesh import Mesh
 from meshplan.plan.plan import Plan
 from meshplan.shown import shown
-from meshplan.state.boxes import LocalBox, local_boxes
+from meshplan.state.boxes import LocalBox, TensorBox, local_boxes
 from meshplan.state.safetensors import BYTES
 
 _WRAPPERS: Final = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)(?:\.|$)")
@@ -52,6 +52,11 @@ class HeldTensor:
     def num_bytes(self) -> int:
         """Bytes of the rank's shard."""
         return sum(each.box.numel for each in self.boxes) * BYTES[self.dtype]
+
+    def pieces(self) -> Iterator[tuple[str, LocalBox]]:
+        """Yield (key, box) for each box of the rank's shard; the key is its name in a file."""
+        for number, box in enumerate(self.boxes):
+            yield self.name if len(self.boxes) == 1 else f"{self.name}#{number}", box
 
 
 def plain_name(name: str) -> str:
@@ -111,6 +116,13 @@ def held_whole(
     )
 
 
+def held_alone(name: str, dtype: str, shape: tuple[int, ...]) -> HeldTensor:
+    """Return a tensor that one rank alone saves, whole."""
+    whole = TensorBox.whole(shape)
+    boxes = (LocalBox(whole, whole),) if whole.numel else ()
+    return HeldTensor(name=name, dtype=dtype, shape=shape, boxes=boxes)
+
+
 def is_held(fqn: str, plan: Plan, rank: int) -> bool:
     """Return True if a rank has a tensor of the plan: all of them do, but for pipeline stages."""
     stages = plan.assignment.stages
@@ -148,6 +160,9 @@ _Held = TypeVar("_Held", bound=HeldTensor)
 def written_by(rank: int, tensors: Iterable[_Held], mesh: Mesh) -> list[_Held]:
     """Return the tensors whose shards a rank writes; ranks with equal copies share the work.
 
+    A rank with an empty shard of a tensor writes nothing of it. A tensor without elements is
+    returned nevertheless, so that the state has its name and shape.
+
     Args:
         rank: The rank.
         tensors: The tensors that the rank holds. Ranks with copies of the same shards must pass
@@ -157,7 +172,7 @@ def written_by(rank: int, tensors: Iterable[_Held], mesh: Mesh) -> list[_Held]:
     loads: dict[tuple[str, ...], list[int]] = {}
     out = []
     for tensor in tensors:
-        if not tensor.is_counted or not tensor.boxes:
+        if not tensor.is_counted or not (tensor.boxes or 0 in tensor.shape):
             continue
         writer = 0
         if tensor.is_shared and tensor.copies:

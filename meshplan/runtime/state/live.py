@@ -20,8 +20,8 @@ from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import Applied, applied, own_module
 from meshplan.runtime.base.mesh import local_of
 from meshplan.shown import shown
-from meshplan.state.boxes import LocalBox, TensorBox
-from meshplan.state.held import HeldTensor, held_sharded, held_whole, plain_name
+from meshplan.state.boxes import LocalBox
+from meshplan.state.held import HeldTensor, held_alone, held_sharded, held_whole, plain_name
 from meshplan.state.safetensors import Bytes
 
 WORDS: Final[Mapping[torch.dtype, str]] = MappingProxyType(
@@ -164,9 +164,21 @@ class LiveState:
         """Return the tensors of this rank that a name of the plan stands for: one per stage."""
         return self._copies.get(fqn, [])
 
-    def fqn_of(self, parameter: torch.Tensor) -> str | None:
-        """Return the plan's name of a parameter of the model; None if it has no such parameter."""
-        return self._owners.get(id(parameter))
+    def fqn_of(self, parameter: torch.Tensor) -> str:
+        """Return the plan's name of one of the optimizer's parameters.
+
+        Raises:
+            StateError: The model has no such parameter.
+        """
+        fqn = self._owners.get(id(parameter))
+        if fqn is None:
+            what = (
+                f"the optimizer has a parameter of shape {list(parameter.shape)} that is not in "
+                "the model"
+            )
+            fix = "make the optimizer from model.parameters(), or its module a part of the model"
+            raise StateError(Problem(what, fix=fix))
+        return fqn
 
     def state_of(self, fqn: str, word: str, value: torch.Tensor) -> LiveTensor:
         """Return one state of the optimizer of a parameter of this rank.
@@ -208,10 +220,7 @@ class LiveState:
 def whole_tensor(name: str, value: torch.Tensor) -> LiveTensor:
     """Return a tensor that this rank alone saves."""
     own = value.detach()
-    whole = TensorBox.whole(tuple(own.shape))
-    boxes = (LocalBox(whole, whole),) if whole.numel else ()
-    held = HeldTensor(name=name, dtype=WORDS[own.dtype], shape=whole.shape, boxes=boxes)
-    return with_values(held, own)
+    return with_values(held_alone(name, WORDS[own.dtype], tuple(own.shape)), own)
 
 
 def box_bytes(tensor: LiveTensor, box: LocalBox) -> Bytes:

@@ -212,17 +212,7 @@ class Loading:
 
     def _names_of(self, group: Mapping[str, Any]) -> list[str]:
         """Return the names of the parameters of one of the optimizer's groups."""
-        out = []
-        for parameter in group["params"]:
-            fqn = self._live.fqn_of(parameter)
-            if fqn is None:
-                what = (
-                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is not "
-                    "in the model"
-                )
-                raise StateError(Problem(what, fix="make it from model.parameters()"))
-            out.append(plain_name(fqn))
-        return out
+        return [plain_name(self._live.fqn_of(parameter)) for parameter in group["params"]]
 
     def load(self) -> None:
         """Copy the tensors of the state into those of this rank."""
@@ -264,7 +254,6 @@ class Loading:
             is_on_device = bool(group.get("capturable") or group.get("fused"))
             for parameter in group["params"]:
                 fqn = self._live.fqn_of(parameter)
-                assert fqn is not None
                 name = plain_name(fqn)
                 states = optimizer.state[parameter]
                 states.clear()

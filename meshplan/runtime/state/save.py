@@ -204,6 +204,10 @@ class _Save:
             if [path, step] != parts[0][:2]:
                 what = f"rank {rank} saves step {step} into {path}, but rank 0 saves step "
                 raise StateError(Problem(f"{what}{parts[0][1]} into {parts[0][0]}"))
+            if (values["optimizer"] is None) != (parts[0][2]["optimizer"] is None):
+                ranks = (rank, 0) if values["optimizer"] is None else (0, rank)
+                what = "rank {} saves without an optimizer, but rank {} with one".format(*ranks)
+                raise StateError(Problem(what, fix="pass the optimizer on every rank, or on none"))
             if values["data"] != parts[0][2]["data"]:
                 raise StateError(
                     Problem(
@@ -231,20 +235,22 @@ class _Save:
             raise
 
     def _write(self) -> Any:
-        """Write this rank's file; return its size, its digest and what is in it."""
+        """Write this rank's file; return its name, its size, its digest and its tensors.
+
+        The name is None if this rank has no elements to write.
+        """
         entries: dict[str, TensorEntry] = {}
         content: dict[str, Callable[[], Bytes]] = {}
         tensors = []
         for each in self.tensors:
             pieces = []
-            for number, box in enumerate(each.boxes):
-                key = each.name if len(each.boxes) == 1 else f"{each.name}#{number}"
+            for key, box in each.pieces():
                 entries[key] = TensorEntry(each.dtype, box.box.shape)
                 content[key] = partial(box_bytes, each, box)
                 pieces.append([key, box.box.start, box.box.shape])
             tensors.append([each.name, each.dtype, each.shape, each.aliases, pieces])
         if not entries:
-            return None
+            return [None, 0, "", tensors]
         name = f"rank-{self.board.rank:05d}.safetensors"
         folder = incomplete(self.path, self.step)
         size, xxh3 = write(folder / name, entries, lambda key: (content[key](),))
@@ -254,8 +260,9 @@ class _Save:
         """On rank 0, write the manifest, give the folder its name and remove old states."""
         files: dict[str, SavedFile] = {}
         found: dict[str, SavedTensor] = {}
-        for name, size, xxh3, tensors in filter(None, parts):
-            files[name] = SavedFile(size, xxh3)
+        for name, size, xxh3, tensors in parts:
+            if name is not None:
+                files[name] = SavedFile(size, xxh3)
             for key, dtype, shape, aliases, pieces in tensors:
                 before = found[key].pieces if key in found else ()
                 own = (
@@ -294,13 +301,6 @@ def _optimizer_values(
         names: dict[str, None] = {}
         for parameter in group["params"]:
             fqn = state.fqn_of(parameter)
-            if fqn is None:
-                what = (
-                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is not "
-                    "in the model"
-                )
-                fix = "make the module that owns it a part of the model"
-                raise StateError(Problem(what, fix=fix))
             name = plain_name(fqn)
             names[name] = None
             if parameter is not state.copies(fqn)[0]:
@@ -330,7 +330,7 @@ def _merged(parts: list[Any]) -> Any:
     groups = [dict(group, params=dict.fromkeys(group["params"])) for group in parts[0]["groups"]]
     plain: dict[str, Any] = {}
     for rank, part in enumerate(parts):
-        if part is None or len(part["groups"]) != len(groups):
+        if len(part["groups"]) != len(groups):
             what = (
                 f"the optimizers of rank {rank} and rank 0 have not equally many parameter groups"
             )

@@ -12,6 +12,7 @@ import torch
 
 import meshplan
 from meshplan.errors import MissingStateError, StateError
+from meshplan.state.manifest import read_manifest
 from tests.helpers.stated import LAYOUTS, Job, plan_of, saved
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
@@ -175,8 +176,9 @@ def save_bad(path, case):
             torch.distributed.barrier()
         case "options":
             job.optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
+    optimizer = None if case == "no optimizer" and rank == 0 else job.optimizer
     with pytest.raises(StateError) as caught:
-        meshplan.save(path, job.model, job.optimizer, step=step, keep=keep, extra=extra, data=data,
+        meshplan.save(path, job.model, optimizer, step=step, keep=keep, extra=extra, data=data,
                       scheduler=scheduler)  # fmt: skip
     job.train(0, 1)  # The group is usable.
     return str(caught.value)
@@ -203,6 +205,7 @@ class Position:
         ("data", "the state of data on rank 1 is not that of rank 0"),
         ("scheduler", "scheduler is a object, which has no state_dict to save"),
         ("a path", "cannot be read or written: (File exists|Not a directory)"),
+        ("no optimizer", "rank 0 saves without an optimizer, but rank 1 with one"),
         ("options", "the options of the optimizer's group 0 on rank 1 are not those of rank 0"),
     ],
 )
@@ -225,6 +228,35 @@ def save_and_go(path):
 
 def test_the_position_and_the_extra_come_back(pool, tmp_path):
     assert pool(1).run(save_and_go, tmp_path) == [(3, [0, 1, 2], {1: 2})]
+
+
+class WithNothing(torch.nn.Module):
+    """A model with a parameter and a buffer that have no elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+        self.none = torch.nn.Parameter(torch.zeros(0, 8))
+        self.register_buffer("index", torch.zeros(2, 0, dtype=torch.long))
+
+    def forward(self, x):
+        return self.inner(x) + self.none.sum()
+
+
+def nothing(path, plan):
+    """The names that are skipped, and the state's names, where some tensors have no elements."""
+    model = meshplan.parallelize(WithNothing(), plan)
+    folder = meshplan.save(path, model, step=1, extra=torch.zeros(0))
+    state = meshplan.load(path, meshplan.parallelize(WithNothing(), plan))
+    return state.skipped, tuple(state.extra.shape), sorted(read_manifest(folder).tensors)
+
+
+@pytest.mark.parametrize("plan", [{"strategy": "ddp"}, {"strategy": "full_shard"}])
+def test_tensors_without_elements_are_in_a_state(pool, tmp_path, plan):
+    for skipped, extra, names in pool(2).run(nothing, tmp_path, {"version": 1, **plan}):
+        assert skipped == ()
+        assert extra == (0,)
+        assert {"model/none", "model/index"} <= set(names)
 
 
 class Dropping(torch.nn.Module):
