@@ -19,7 +19,6 @@ import os
 import platform
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from tests.gpu.run import Room, Row, Run, apart, line_of, stream
+from tests.gpu.run import Room, Row, Run, Workers, apart, line_of, stream
 
 _CONTEXT: Final = 1 << 30
 """Bytes of a process on the device beside what its allocator reserves."""
@@ -42,22 +41,22 @@ def memory(run: Run) -> None:
 
     def one(name: str) -> None:
         row: Row = {"name": name, "ranks": CASES[name].world}
-        with many:
-            told = apart(section.predicted, name, run.size, kind, seconds=run.left, cuda=False)
+        told = predicting.call(section.predicted, name, run.size, kind, seconds=run.left)
         if isinstance(told, str):
             return run.note("memory", row | {"error": f"predicted: {told}"})
-        with slots, room.of(told.get("reserved_bytes", 0) + _CONTEXT):
-            found = apart(section.measured, name, run.size, run.device, seconds=run.left)
+        with room.of(told.get("reserved_bytes", 0) + _CONTEXT):
+            found = measuring.call(section.measured, name, run.size, run.device, seconds=run.left)
         row["predicted"] = told
         if isinstance(found, str):
             return run.note("memory", row | {"error": f"measured: {found}"})
         return run.note("memory", row | {"measured": found})
 
-    cores = os.cpu_count() or 2
-    slots = threading.Semaphore(run.memory_jobs)
-    many = threading.Semaphore(max(1, cores - 2 * run.memory_jobs))
-    room = Room(run.memory_bytes)
-    with ThreadPoolExecutor(4 * cores) as threads:
+    cores, room = os.cpu_count() or 2, Room(run.memory_bytes)
+    with (
+        Workers(max(1, cores - 2 * run.memory_jobs), cuda=False) as predicting,
+        Workers(run.memory_jobs) as measuring,
+        ThreadPoolExecutor(4 * cores) as threads,
+    ):
         list(threads.map(one, CASES))
 
 

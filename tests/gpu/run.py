@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import queue
 import threading
 import time
 import traceback
@@ -91,6 +92,86 @@ class Room:
                 self._changed.notify_all()
 
 
+class Workers:
+    """Processes that call one function after another, so that each imports torch only once.
+
+    Args:
+        num: Number of processes.
+        cuda: If False, they see no GPU.
+    """
+
+    def __init__(self, num: int, *, cuda: bool = True) -> None:
+        self._cuda = cuda
+        self._free: queue.Queue[tuple[Any, Any] | None] = queue.Queue()
+        for _ in range(num):
+            self._free.put(None)  # Started when it is needed.
+
+    def call(self, function: Callable[..., Any], *args: Any, seconds: float) -> Any:
+        """Call a function of a module in a free process.
+
+        Returns:
+            Its result, or a string that says how it failed. A process that is stopped or has died
+            is replaced.
+        """
+        begin = time.monotonic()
+        worker = self._free.get()
+        left = seconds - (time.monotonic() - begin)
+        if left <= 0:
+            self._free.put(worker)
+            return "stopped: no time was left"
+        process, connection = worker or self._start()
+        worker = None
+        try:
+            connection.send((function, args))
+            if not connection.poll(left):
+                return "stopped: no time was left"
+            answer = connection.recv()
+            worker = process, connection
+            return answer
+        except (EOFError, OSError):
+            process.join()
+            return f"the process died with exit code {process.exitcode}"
+        finally:
+            if worker is None:
+                process.kill()
+                process.join()
+            self._free.put(worker)
+
+    def _start(self) -> tuple[Any, Any]:
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        process = context.Process(target=_work, args=(there, self._cuda), daemon=True)
+        process.start()
+        there.close()
+        return process, here
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the processes. All calls must have returned."""
+        while not self._free.empty():
+            if (worker := self._free.get()) is not None:
+                worker[0].kill()
+                worker[0].join()
+
+
+def _work(connection: Any, cuda: bool) -> None:
+    warnings.simplefilter("ignore")
+    if not cuda:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = function(*args)
+        except BaseException:
+            answer = traceback.format_exc()
+        connection.send(answer)
+
+
 def apart(function: Callable[..., Any], *args: Any, seconds: float, cuda: bool = True) -> Any:
     """Call a function in a process of its own; return its result, or a string with the failure.
 
@@ -100,23 +181,8 @@ def apart(function: Callable[..., Any], *args: Any, seconds: float, cuda: bool =
         seconds: When to kill the process.
         cuda: If False, the process sees no GPU.
     """
-    if seconds <= 0:
-        return "stopped: no time was left"
-    context = multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_called, args=(send, cuda, function, args))
-    process.start()
-    send.close()
-    try:
-        if not receive.poll(seconds):
-            return "stopped: no time was left"
-        return receive.recv()
-    except EOFError:
-        process.join()
-        return f"the process died with exit code {process.exitcode}"
-    finally:
-        process.kill()
-        process.join()
+    with Workers(1, cuda=cuda) as workers:
+        return workers.call(function, *args, seconds=seconds)
 
 
 def stream(function: Callable[..., Any], *args: Any, seconds: float) -> Iterator[Any]:
@@ -150,19 +216,6 @@ def _streamed(send: Any, function: Callable[..., Any], args: tuple[Any, ...]) ->
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    send.close()
-    os._exit(0)
-
-
-def _called(send: Any, cuda: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    warnings.simplefilter("ignore")
-    if not cuda:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        answer = function(*args)
-    except BaseException:
-        answer = traceback.format_exc()
-    send.send(answer)
     send.close()
     os._exit(0)
 

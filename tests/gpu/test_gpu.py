@@ -18,7 +18,7 @@ import pytest
 from tests.gpu import __main__ as command
 from tests.gpu import memory, plans
 from tests.gpu.plans import CASES
-from tests.gpu.run import Room, apart, line_of, stream
+from tests.gpu.run import Room, Workers, apart, line_of, stream
 
 DEFAULT = ("ddp, buckets apart",)
 """The others differ from it in what `test_memory_exact` tries."""
@@ -77,7 +77,7 @@ def test_a_failed_row_does_not_end_the_others(
 ) -> None:
     broken = plans.Case({"version": 1, "mesh": {"dp_shard": 3, "tp": 2}}, "resnet")
     monkeypatch.setattr(plans, "CASES", {"zero1": CASES["zero1"]})
-    monkeypatch.setattr(command, "apart", _instead)
+    monkeypatch.setattr(command, "Workers", _Instead)
     out = tmp_path / "measured" / "found.json"
     plans.CASES["broken"] = broken
     flags = ["--device", "cpu", "--out", str(out), "--seconds", "60"]
@@ -89,10 +89,20 @@ def test_a_failed_row_does_not_end_the_others(
     assert "a CPU has no such kernels" in capsys.readouterr().out
 
 
-def _instead(function: Any, name: str, *args: Any, **flags: Any) -> Any:
-    if name == "broken":
-        return "RuntimeError: no memory"
-    return {"live_bytes": 1000 if function is memory.predicted else 990}
+class _Instead:
+    """Workers that answer at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> _Instead:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def call(self, function: Any, name: str, *args: Any, **flags: Any) -> Any:
+        if name == "broken":
+            return "RuntimeError: no memory"
+        return {"live_bytes": 1000 if function is memory.predicted else 990}
 
 
 def test_without_time_nothing_is_begun(tmp_path: Path) -> None:
@@ -119,6 +129,11 @@ def test_a_process_of_its_own_answers_fails_or_is_stopped() -> None:
     assert apart(os._exit, 3, seconds=60) == "the process died with exit code 3"
     assert apart(time.sleep, 60, seconds=0.5).startswith("stopped")
     assert apart(os.getcwd, seconds=0).startswith("stopped")
+    with Workers(1) as workers:  # The same process, until it dies.
+        first, again = (workers.call(os.getpid, seconds=60) for _ in range(2))
+        assert first == again != os.getpid()
+        assert workers.call(os._exit, 3, seconds=60) == "the process died with exit code 3"
+        assert workers.call(os.getpid, seconds=60) not in (first, os.getpid())
     assert list(stream(_two, seconds=60)) == [1, 2, "the process died with exit code 1"]
 
 
