@@ -148,8 +148,8 @@ def measured(name: str, size: str, device: str) -> Figures:
     gc.collect()
     held = 0
     if device == "cuda":
-        # What another case has left in this process is not of this one. The workspaces of cuBLAS can
-        # only be freed by this private function.
+        # What another case has left in this process is not of this one. Only this private function
+        # frees the workspaces of cuBLAS.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved()
