@@ -1,14 +1,14 @@
 """Everything that needs a GPU, in one command: predictions beside what one device does.
 
-    python -m tests.gpu [--device cuda|cpu] [--size full|tiny] [--out gpu.json] [--seconds 480]
-                        [--memory-jobs 3] [SECTION ...]
+    python -m tests.gpu [--device cuda|cpu] [--size full|tiny] [--out gpu.json] [--seconds 470]
+                        [--memory-jobs 6] [SECTION ...]
     python -m tests.gpu --table FILE
     python -m tests.gpu --predict FILE
 
 The sections are memory, workspaces, seconds, by_hand, states, ranks and fixes (`SECTIONS` says what
-each does). Each run of a model is a process of its own, so that nothing is left of the one before.
-What is measured is written to the file at once. A run for which no time is left is listed as
-skipped. `--predict` needs no GPU: it predicts anew what a file has measured.
+each does). Nothing runs in the process of the command itself, so that the failure of one row does
+not end the others. What is measured is written to the file at once. A section for which no time is
+left is listed as skipped. `--predict` needs no GPU: it predicts anew what a file has measured.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from tests.gpu.run import Room, Row, Run, Workers, apart, line_of, stream
+from tests.gpu.run import Room, Row, Run, Workers, apart, line_of, outcome, stream
 
 _CONTEXT: Final = 1 << 30
 """Bytes of a process on the device beside what its allocator reserves."""
 
 
 def memory(run: Run) -> None:
-    """Peaks of rank 0 of many, under a group of fakes, for 45 models and plans."""
+    """Peaks of rank 0 of many, under a group of fakes, for the models and plans of `plans`."""
     from tests.gpu import memory as section
     from tests.gpu.plans import CASES
 
@@ -45,7 +45,9 @@ def memory(run: Run) -> None:
         if isinstance(told, str):
             return run.note("memory", row | {"error": f"predicted: {told}"})
         with room.of(told.get("reserved_bytes", 0) + _CONTEXT):
-            found = measuring.call(section.measured, name, run.size, run.device, seconds=run.left)
+            # The allocator's settings cannot be taken back.
+            call = apart if "allocator" in CASES[name].plan else measuring.call
+            found = call(section.measured, name, run.size, run.device, seconds=run.left)
         row["predicted"] = told
         if isinstance(found, str):
             return run.note("memory", row | {"error": f"measured: {found}"})
@@ -85,32 +87,22 @@ def seconds(run: Run) -> None:
         measured = isinstance(told, dict) and "profile" in told
         answers = section.predictions(run.gpu, run.size, folder, profile if measured else None)
         generic = section.predictions(run.gpu, run.size, folder, None) if run.gpu else {}
-    found: dict[str, Any] = {}
+
+    def note(name: str, found: Any) -> None:
+        row: Row = {"name": name, "predicted": answers[name]}
+        if "seconds" in generic.get(name, {}):
+            row["generic_s"] = generic[name]["seconds"]
+        run.note("seconds", row | outcome(found))
+
+    left, why = dict.fromkeys(answers), "not run"
     for answer in stream(section.all_measured, run.gpu, run.size, run.device, seconds=run.left):
         if isinstance(answer, str):
-            found = dict.fromkeys(answers, answer) | found
+            why = answer
             break
-        name, result = answer
-        found[name] = result
-        _seconds(run, name, result, answers, generic)
-    for name in answers:
-        if isinstance(found.get(name, ""), str) and name not in done(run, "seconds"):
-            _seconds(run, name, found.get(name, "not run"), answers, generic)
-
-
-def _seconds(
-    run: Run, name: str, found: Any, answers: dict[str, Any], generic: dict[str, Any]
-) -> None:
-    row: Row = {"name": name, "predicted": answers[name]}
-    if "seconds" in generic.get(name, {}):
-        row["generic_s"] = generic[name]["seconds"]
-    run.note("seconds", row | ({"error": found} if isinstance(found, str)
-                               else {"measured": found}))  # fmt: skip
-
-
-def done(run: Run, section: str) -> set[str]:
-    """Return the names of a section's rows."""
-    return {row["name"] for row in run.rows.get(section, ())}
+        note(*answer)
+        del left[answer[0]]
+    for name in left:
+        note(name, why)
 
 
 def by_hand(run: Run) -> None:
@@ -119,8 +111,7 @@ def by_hand(run: Run) -> None:
 
     for kind in section.KINDS:
         found = apart(section.beside, kind, run.size, run.device, seconds=run.left)
-        run.note("by_hand", {"name": kind, **({"error": found} if isinstance(found, str)
-                                              else {"measured": found})})  # fmt: skip
+        run.note("by_hand", {"name": kind, **outcome(found)})
 
 
 def states(run: Run) -> None:
@@ -134,8 +125,7 @@ def states(run: Run) -> None:
     ]
     for name, function, args in calls:
         found = apart(function, *args, run.size, run.device, seconds=run.left)
-        run.note("states", {"name": name, **({"error": found} if isinstance(found, str)
-                                             else {"measured": found})})  # fmt: skip
+        run.note("states", {"name": name, **outcome(found)})
 
 
 def ranks(run: Run) -> None:
@@ -175,8 +165,7 @@ def fixes(run: Run) -> None:
             row = {"name": name, "predicted": told} if not settings else {"name": name}
             row |= {"settings": settings} if settings else {}
             found = apart(section.train, told["plan"], settings, run.device, seconds=run.left)
-            run.note("fixes", row | ({"error": found} if isinstance(found, str)
-                                     else {"measured": found}))  # fmt: skip
+            run.note("fixes", row | outcome(found))
     return None
 
 
@@ -200,10 +189,11 @@ def predict(book: dict[str, Any]) -> None:
     from tests.gpu import seconds as timed
 
     gpu, size, sections = book["gpu"], book["size"], book["sections"]
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    cores = os.cpu_count() or 2
+    with Workers(cores, cuda=False) as workers, ThreadPoolExecutor(cores) as threads:
         names = [row["name"] for row in sections["memory"]]
         found = threads.map(
-            lambda name: apart(held.predicted, name, size, gpu, seconds=600, cuda=False), names
+            lambda name: workers.call(held.predicted, name, size, gpu, seconds=600), names
         )
         for row, told in zip(sections["memory"], found, strict=True):
             row["predicted"] = told if isinstance(told, dict) else {"error": told}

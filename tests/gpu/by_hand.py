@@ -38,14 +38,7 @@ def _run(kind: str, size: str, device: str, wrap: Callable[..., Any]) -> dict[st
 
     ensure_process_group()
     given = MODELS["llama"](size)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = given.build()
-        inputs, targets = given.batch(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02)
-        model.freqs_cis.zero_()
+    model, inputs, targets = given.start(device, 2)
     step = wrap(kind, model, device, inputs, targets, given.loss)
     del model
     losses, times = [], []

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from tests.gpu.seconds import CONFIGS, _verb
+from tests.gpu.seconds import CONFIGS, language_model, verb
 
 _MICRO: Final = {"full": 16, "tiny": 16}
 
@@ -34,7 +34,7 @@ def predicted(gpu: str, size: str, folder: Path) -> dict[str, Any]:
     while True:
         plan = plan_of(gpu, size, folder, micro)
         (folder / "oom.yaml").write_text(json.dumps(plan))
-        told = _verb("estimate", "-f", str(folder / "oom.yaml"), "--fixes")
+        told = verb("estimate", "-f", str(folder / "oom.yaml"), "--fixes")
         if isinstance(told, str):
             return {"error": told}
         if not told["fits"] or micro > 1024:
@@ -50,22 +50,18 @@ def train(plan: dict[str, Any], settings: list[str], device: str) -> dict[str, A
     """Train three steps with settings added to the plan; return the peak or `out_of_memory`."""
     import torch
     import yaml
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     import meshplan
     from tests.gpu.models import cross_entropy
 
     words = json.loads((Path(plan["model"]["config"]) / "config.json").read_text())
-    config = AutoConfig.for_model(words.pop("model_type"), **words)
-    config.use_cache = False
     given = {key: value for key, value in plan.items() if key != "model"}
     for line in settings:
         given |= yaml.safe_load(line)
     samples = given["batch"]["micro"] * given["batch"].get("accumulate", 1)
     given["batch"] = {"seq_len": plan["batch"]["seq_len"], **given["batch"]}
     try:
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config).train()
+        model = language_model(words, device)
         wrapped = meshplan.parallelize(model, given)
         del model
         optimizer = torch.optim.AdamW(wrapped.parameters())

@@ -157,15 +157,7 @@ def measured(name: str, size: str, device: str) -> Figures:
     with group_of_fakes(0, found.mesh.world_size), fake_execution(), _real_wrappers():
         mesh = device_mesh(found.mesh)
         open_groups(found, mesh)
-        with torch.device(device):
-            model = given.build()
-            inputs, targets = given.batch(samples)
-        with torch.no_grad():
-            for tensor in model.parameters():
-                tensor.normal_(std=0.02)
-            for tensor in model.buffers():
-                if tensor.is_floating_point() or tensor.is_complex():
-                    tensor.zero_()
+        model, inputs, targets = given.start(device, samples)
         wrapped = apply_plan(model, found, mesh, InitialValues())
         applied(wrapped).is_tested = True
         _answered(wrapped)

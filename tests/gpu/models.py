@@ -36,6 +36,20 @@ class Model:
     batch: Callable[[int], tuple[Any, torch.Tensor]]
     loss: Callable[[Any, torch.Tensor], torch.Tensor]
 
+    def start(self, device: str, samples: int, seed: int = 0) -> tuple[Any, Any, torch.Tensor]:
+        """Return (the model with drawn parameters and buffers of zeros, inputs, targets)."""
+        torch.manual_seed(seed)
+        with torch.device(device):
+            model = self.build()
+            inputs, targets = self.batch(samples)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.02)
+            for buffer in model.buffers():
+                if buffer.is_floating_point() or buffer.is_complex():
+                    buffer.zero_()
+        return model, inputs, targets
+
 
 def _tokens(samples: int, length: int, vocab: int) -> torch.Tensor:
     # Every index is in the vocabulary of the tiny models too.

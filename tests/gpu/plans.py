@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-_TP: Final = [
+TP: Final = [
     {"match": "tok_embeddings", "place": {"tp": "vocab"}},
     {"match": "layers.*.attention.{wq,wk,wv}", "place": {"tp": "colwise"}},
     {"match": "layers.*.attention.wo", "place": {"tp": "rowwise"}},
@@ -49,7 +49,7 @@ def _sharded(ranks: int = 8, **more: Any) -> dict[str, Any]:
 
 def _with_tp(**more: Any) -> dict[str, Any]:
     mesh = {"dp_shard": 4, "tp": 2}
-    return {"version": 1, "mesh": mesh, "precision": "bf16-mixed", "rules": _TP, **more}
+    return {"version": 1, "mesh": mesh, "precision": "bf16-mixed", "rules": TP, **more}
 
 
 def _stages(schedule: str, **more: Any) -> dict[str, Any]:

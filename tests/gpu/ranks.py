@@ -13,16 +13,10 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, Final
 
+from tests.gpu.plans import TP
+
 WORLD: Final = 4
 _STEPS: Final = 3
-_TP: Final = [
-    {"match": "tok_embeddings", "place": {"tp": "vocab"}},
-    {"match": "layers.*.attention.{wq,wk,wv}", "place": {"tp": "colwise"}},
-    {"match": "layers.*.attention.wo", "place": {"tp": "rowwise"}},
-    {"match": "layers.*.feed_forward.{w1,w3}", "place": {"tp": "colwise"}},
-    {"match": "layers.*.feed_forward.w2", "place": {"tp": "rowwise"}},
-    {"match": "output", "place": {"tp": "colwise_gather_output"}},
-]
 PLANS: Final[Mapping[str, Mapping[str, Any]]] = {
     "one process": {"mesh": {"dp_replicate": 1}, "strategy": "ddp"},
     "ddp": {"mesh": {"dp_replicate": 4}, "strategy": "ddp"},
@@ -35,8 +29,8 @@ PLANS: Final[Mapping[str, Mapping[str, Any]]] = {
     "full_shard, loss in 2 chunks": {"mesh": {"dp_shard": 4}, "loss_chunks": 2},
     "full_shard, parameters on the host": {"mesh": {"dp_shard": 4}, "offload": "params"},
     "hybrid_shard": {"mesh": {"dp_replicate": 2, "dp_shard": 2}},
-    "tp": {"mesh": {"tp": 4}, "rules": _TP},
-    "tp x full_shard": {"mesh": {"dp_shard": 2, "tp": 2}, "rules": _TP},
+    "tp": {"mesh": {"tp": 4}, "rules": TP},
+    "tp x full_shard": {"mesh": {"dp_shard": 2, "tp": 2}, "rules": TP},
     "pp": {"mesh": {"pp": 4}, "pipeline": {"schedule": "1F1B", "microbatches": 4}},
     "pp x full_shard": {"mesh": {"pp": 2, "dp_shard": 2},
                         "pipeline": {"schedule": "GPipe", "microbatches": 2}},

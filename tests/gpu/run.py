@@ -220,6 +220,11 @@ def _streamed(send: Any, function: Callable[..., Any], args: tuple[Any, ...]) ->
     os._exit(0)
 
 
+def outcome(found: Any) -> Row:
+    """Return the part of a row that says what `apart` returned: a result, or why there is none."""
+    return {"error": found} if isinstance(found, str) else {"measured": found}
+
+
 def line_of(row: Row) -> str:
     """Return a row in one line: what was predicted, what was measured, how far they are apart."""
     if "error" in row:

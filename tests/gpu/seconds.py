@@ -127,8 +127,8 @@ def predictions(gpu: str, size: str, folder: Path, profile: str | None) -> dict[
         plan = {**case.plan(gpu, size), "model": {"config": str(folder / case.config)}}
         path.write_text(json.dumps(plan))
         flags = ["--profile", profile] if profile else []
-        found = _verb("plan", "-f", str(path), "--dry-run", *flags)
-        told = _verb("estimate", "-f", str(path))
+        found = verb("plan", "-f", str(path), "--dry-run", *flags)
+        told = verb("estimate", "-f", str(path))
         if isinstance(told, str):
             return {"error": told}
         (group,) = told["groups"]
@@ -141,7 +141,8 @@ def predictions(gpu: str, size: str, folder: Path, profile: str | None) -> dict[
         return dict(zip(CASES, threads.map(ask, CASES), strict=True))
 
 
-def _verb(*words: str) -> Any:
+def verb(*words: str) -> Any:
+    """Return the result of a command of meshplan, or a string that says why there is none."""
     line = [sys.executable, "-m", "meshplan", *words, "--json", "-q"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=300)
     try:
@@ -150,6 +151,17 @@ def _verb(*words: str) -> Any:
         return (done.stdout + done.stderr)[-600:]
     result = found["result"]
     return result["problems"][0]["what"] if "problems" in result else result
+
+
+def language_model(words: Mapping[str, Any], device: str) -> Any:
+    """Return the model of a config.json."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**words)
+    config.use_cache = False
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config).train()
 
 
 def all_measured(send: Any, gpu: str, size: str, device: str) -> None:
@@ -164,7 +176,6 @@ def all_measured(send: Any, gpu: str, size: str, device: str) -> None:
 def measured(name: str, gpu: str, size: str, device: str) -> dict[str, Any]:
     """Train a case on this device, in the process group of this one rank."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     import meshplan
     from meshplan.runtime.fake_step.optimizers import OPTIMIZERS
@@ -172,16 +183,12 @@ def measured(name: str, gpu: str, size: str, device: str) -> dict[str, Any]:
 
     case = CASES[name]
     plan = case.plan(gpu, size)
-    words = dict(CONFIGS[size][case.config])
-    config = AutoConfig.for_model(words.pop("model_type"), **words)
-    config.use_cache = False
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
     held = torch.cuda.memory_allocated() if device == "cuda" else 0
     torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config).train()
+    model = language_model(CONFIGS[size][case.config], device)
     wrapped = meshplan.parallelize(model, plan)
     del model
     make, _ = OPTIMIZERS[plan.get("optimizer", "adamw")]

@@ -22,13 +22,7 @@ def _job(name: str, size: str, device: str, seed: int, precision: str) -> tuple[
     from tests.gpu.models import MODELS
 
     given = MODELS[name](size)
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = given.build()
-        inputs, targets = given.batch(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02)
+    model, inputs, targets = given.start(device, 2, seed)
     plan = {"version": 1, "mesh": {"dp_shard": 1}, "precision": precision}
     wrapped = meshplan.parallelize(model, plan)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4)

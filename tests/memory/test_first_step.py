@@ -48,6 +48,21 @@ def test_states_take_the_place_of_activations() -> None:
     assert reserve_from_start(log, adagrad) == reserve(log)
 
 
+def test_a_workspace_is_born_after_the_first_product_of_its_thread() -> None:
+    storages = (Storage(Term.WORKSPACES), Storage(Term.WORKSPACES), Storage(Term.OPTIMIZER),
+                *[Storage(Term.ACTIVATIONS, op) for op in ("aten.add.Tensor", "aten.mm.default",
+                                                           "aten.addmm.default")])  # fmt: skip
+    before = [Event(32 * MIB, 0, 0), Event(32 * MIB, 1, 0), Event(8, 2, 0)]
+    forward = [Event(1, 3, 1), Event(2, 4, 1), Event(-1, 3, 1)]
+    backward = [Event(3, 5, 2), Event(-2, 4, 2), Event(-3, 5, 2)]
+    step = [Event(1, 3, 3), Event(-1, 3, 3)]
+    log = EventLog(storages, (*before, *forward, *backward, *step), PHASES)
+    assert with_first_step(log).changes == (
+        *forward[:2], before[0], *forward[2:], *backward[:1], before[1], *backward[1:],
+        before[2], *step, *forward, *backward, *step,
+    )  # fmt: skip
+
+
 def test_a_step_without_states_stays_as_it_is() -> None:
     log = EventLog((Storage(Term.PARAMETERS),), (Event(MIB, 0, 0),), PHASES)
     assert with_first_step(log) is log
