@@ -21,8 +21,11 @@ _FP32: Final = 4
 _INT64: Final = 8
 _NARROW: Final = 128
 """Largest head for which memory-efficient attention keeps dK and dV in registers, in features."""
+_WIDTHS: Final = (32, 64, _NARROW)
+"""Features for which memory-efficient attention has kernels; a head takes the next larger one."""
 _TILE: Final = (128, 64)
-"""(queries, keys) of one block of memory-efficient attention's backward for larger heads."""
+"""(queries, keys) of one block of memory-efficient attention's backward for larger heads. Smaller
+heads have as many queries in a block as keys, but for the widest in half precision."""
 _LOCK: Final = 4
 """Elements stored with each tile of dQ in addition to the gradient: its lock and counter."""
 _MOST_SPLITS: Final = 200
@@ -74,8 +77,10 @@ def efficient_backward(
 ) -> tuple[int, ...]:
     """Return the bytes of each tensor of the workspace of memory-efficient attention's backward.
 
-    The first tensor has the row sums of the softmax's backward. In half precision a second one has
-    dQ in fp32, and for heads of more than 128 features also dK and dV.
+    These tensors are the row sums of the softmax's backward and dQ in fp32, in blocks as large as
+    the kernel's tiles, and in half precision, for heads of more than 128 features, also dK and dV.
+    In fp32 torch computes the row sums before the kernel, from a product as large as the output.
+    That product is freed before dQ is allocated, so the larger of the two moments is returned.
 
     Args:
         num: Number of samples times number of heads.
@@ -85,20 +90,25 @@ def efficient_backward(
         value_dim: Features of one head of values.
         element_bytes: Bytes of one element of the queries.
 
-    Source: transformers/cuda/attention_backward.cu, `_efficient_attention_backward`, for the number
-    of splits of the keys; mem_eff_attention/kernel_backward.h, `workspace_size`, and
-    kernels/cutlassB.h for the sizes of blocks.
+    Source: transformers/cuda/attention_backward.cu, `_efficient_attention_backward`, for the row
+    sums and the number of splits of the keys; mem_eff_attention/kernel_backward.h,
+    `workspace_size`, and kernels/cutlassB.h for the sizes of blocks on SM80 and later.
     """
-    sums = _FP32 * num * _up(rows, 32)
-    if element_bytes == _FP32:
-        return (sums,)
-    if max(head_dim, value_dim) <= _NARROW:
-        return (sums, _FP32 * num * _up(rows, 64) * _up(head_dim, 32))
+    sums, is_half = _FP32 * num * rows, element_bytes < _FP32
+    widest = max(head_dim, value_dim)
     down, across = _TILE
-    splits = max(1, min(-(-keys // across), _MOST_SPLITS // num))
-    apart = splits * across * (_up(head_dim, down) + _up(value_dim, down))
-    tiles = -(-rows // down) * -(-head_dim // across) * (_LOCK + down * across)
-    return (sums, _FP32 * num * (apart + tiles))
+    if widest <= _NARROW:
+        width = next(width for width in _WIDTHS if widest <= width)
+        down = down if is_half and width == _NARROW else across
+        kept = -(-rows // down) * (_LOCK + down * width)
+    else:
+        kept = -(-rows // down) * -(-head_dim // across) * (_LOCK + down * across)
+        if is_half:
+            splits = max(1, min(-(-keys // across), _MOST_SPLITS // num))
+            kept += splits * across * (_up(head_dim, down) + _up(value_dim, down))
+    workspace = (sums, _FP32 * num * kept)
+    before = () if is_half else (sums, sums, _FP32 * num * rows * value_dim)
+    return max(before, workspace, key=sum)
 
 
 def embedding_backward(

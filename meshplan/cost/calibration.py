@@ -49,9 +49,9 @@ class Sample:
         amount: Floating-point operations of a matrix product or of attention; for any other
             operation the bytes that it moves (of a ring collective, those that pass through one
             rank).
-        seconds: The shortest seconds of one execution.
+        seconds: Seconds of one execution.
         hops: Ranks that a collective passes on the way; 0 for anything but a collective.
-        spread: Relative difference between the shortest time in even rounds and in odd rounds.
+        spread: Relative difference between the seconds in even rounds and in odd rounds.
     """
 
     amount: float
@@ -67,7 +67,7 @@ class Timings:
     Args:
         device: The device from the hardware table; if it is not there, one with torch's name.
         dtype: Dtype of the matrix products and of attention.
-        launch_s: Seconds to launch a kernel that does nothing.
+        launch_s: Seconds that the host takes for each kernel of a training step.
         products, attention: Matrix products and attentions of several sizes.
         moves: Elementwise kernels of several sizes; the amount is bytes read and written.
         copies: Copies from host to device; () if the device uses host memory.

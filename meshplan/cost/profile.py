@@ -45,8 +45,8 @@ class Profile:
         efficiency: Share of the peak that large matrix products reach.
         attention_efficiency: Share of the peak that attention reaches.
         kernel_s: Seconds on the device that each kernel takes whatever its size.
-        launch_s: Seconds that the host process takes to launch a kernel. It runs ahead of the
-            device if it can.
+        launch_s: Seconds that the host process takes for each kernel of a step, with the modules,
+            hooks and autograd around it. It runs ahead of the device if it can.
         collective_s: Seconds that the host process takes for each tp collective.
         collective_rank_s: Further seconds that the host process takes for each tp collective, per
             rank of tp, if the plan has a pipeline that crosses nodes.

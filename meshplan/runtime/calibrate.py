@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,18 +16,27 @@ from typing import Final
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from meshplan.cost.calibration import Sample, Timings
 from meshplan.errors import SpecError
+from meshplan.kernels import ATTENTION_BACKWARD, attention_flops
 from meshplan.layout.hardware import Device, find_device
 from meshplan.runtime.base.mesh import gather_into
 
 ROUNDS: Final = 30
-"""Number of timed rounds. Each round runs every operation once."""
+"""Number of timed rounds. Each round runs every operation."""
+_BURST_S: Final = 0.01
+"""Seconds for which an accelerator repeats an operation without a pause. A lone kernel also takes
+the time of its launch, and runs at clock rates that a training step does not keep up."""
 _HEADS, _WIDTH = 16, 128
 """Heads of the timed attention, and channels of each head."""
 _LAUNCHES: Final = 200
-"""Kernel launches that are timed together as one operation."""
+"""Kernel launches that a CPU times together as one operation."""
+_BLOCKS: Final = 12
+"""Blocks of the model whose training step shows how fast an accelerator's host launches kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +57,11 @@ class _TimedWork:
 def measure(*, large: bool | None = None) -> Timings:
     """Time this machine and, in a process group of several ranks, its collectives.
 
-    Each of `ROUNDS` rounds runs every operation once, and the shortest time of each operation
-    counts. A disturbance, such as another process, only lengthens runs and usually lasts longer
-    than one run. Taking turns keeps it from hitting all runs of the same operation.
+    Each of `ROUNDS` rounds runs every operation, and operations of different kinds take turns, so
+    that a disturbance, such as another process, does not hit all runs of the same operation. On a
+    CPU the shortest time of an operation counts, because a disturbance only lengthens runs. An
+    accelerator repeats each operation for `_BURST_S`, and the median counts: under load its clock
+    rate goes up and down, as it does in training.
 
     Args:
         large: If True, use tensor sizes typical of training; if False, smaller ones. None means
@@ -64,18 +77,20 @@ def measure(*, large: bool | None = None) -> Timings:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with torch.no_grad():
         works = {
-            "launch": list(_launches(device)),
             "products": list(_products(device, dtype, is_large)),
             "attention": list(_attention(device, dtype, is_large)),
             "moves": list(_moves(device, is_large)),
+        }
+        halves = _timed(device, list(_by_turns(works.values())))
+        idle = {
+            "launch": [_launches(device)],
             "copies": list(_copies(device)) if device.type == "cuda" else [],
             "collectives": list(_collectives(device, is_large)) if _world() > 1 else [],
         }
-        everything = [work for group in works.values() for work in group]
-        least = _least(device, everything)
+        halves |= _timed(device, list(_by_turns(idle.values())))
     samples = {
-        name: tuple(_sample(work, least[id(work)]) for work in group)
-        for name, group in works.items()
+        name: tuple(_sample(work, halves[id(work)]) for work in group)
+        for name, group in (works | idle).items()
     }
     (launch,) = samples.pop("launch")
     return Timings(
@@ -88,39 +103,68 @@ def measure(*, large: bool | None = None) -> Timings:
 
 @contextmanager
 def together() -> Iterator[bool]:
-    """Join the process group of a launcher such as torchrun, if any; yield True on rank 0 only."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+    """Join the process group of a launcher such as torchrun; yield True on rank 0 only.
+
+    Without a launcher, an accelerator gets a group of this one process, which FSDP2 needs.
+    """
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    has_device = torch.accelerator.is_available()
+    if dist.is_initialized() or (is_alone and not has_device):
         yield not dist.is_initialized() or dist.get_rank() == 0
         return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if has_device:
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = dist.get_default_backend_for_device(_device())
+    if is_alone:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend)
     try:
         yield dist.get_rank() == 0
     finally:
         dist.destroy_process_group()
 
 
-def _sample(work: _TimedWork, halves: list[float]) -> Sample:
-    """Return the `Sample` of an operation from its shortest seconds in even and in odd rounds."""
+def _sample(work: _TimedWork, halves: tuple[float, float]) -> Sample:
+    """Return the `Sample` of an operation from its seconds in even and in odd rounds."""
     least = min(halves)
-    return Sample(work.amount, least, work.hops, max(h for h in halves if h < math.inf) / least - 1)
+    return Sample(work.amount, least, work.hops, max(halves) / least - 1)
 
 
-def _least(device: torch.device, works: list[_TimedWork]) -> dict[int, list[float]]:
-    """Return [shortest seconds in even rounds, in odd rounds] by `id` of the operation."""
-    least = {id(work): [math.inf, math.inf] for work in works}
-    for number in range(ROUNDS + 1):
-        for work in works:
-            _synchronize(device)
-            begin = time.perf_counter()
-            work.run()
-            _synchronize(device)
-            if number:  # Round 0 also loads libraries and chooses kernels.
-                seconds = time.perf_counter() - begin
-                halves = least[id(work)]
-                halves[number % 2] = min(seconds, halves[number % 2])
-    return least
+def _by_turns(groups: Iterable[Sequence[_TimedWork]]) -> Iterator[_TimedWork]:
+    """Yield the first operation of each group, then the second of each, and so on."""
+    for works in itertools.zip_longest(*groups):
+        yield from (work for work in works if work is not None)
+
+
+def _timed(device: torch.device, works: Sequence[_TimedWork]) -> dict[int, tuple[float, float]]:
+    """Return (seconds of one execution in even rounds, in odd rounds) by `id` of the operation."""
+    is_cpu = device.type == "cpu"
+    once = [_seconds(device, work, 1) for work in works for _ in range(2)][1::2]
+    bursts = [1 if is_cpu else max(1, math.ceil(_BURST_S / seconds)) for seconds in once]
+    if _world() > 1:  # All ranks must run a collective equally often.
+        agreed = torch.tensor(bursts, device=device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        bursts = agreed.tolist()
+    rounds = [
+        [_seconds(device, work, times) for work, times in zip(works, bursts, strict=True)]
+        for _ in range(ROUNDS)
+    ]
+    typical = min if is_cpu else statistics.median
+    return {
+        id(work): (typical(seconds[::2]), typical(seconds[1::2]))
+        for work, *seconds in zip(works, *rounds, strict=True)
+    }
+
+
+def _seconds(device: torch.device, work: _TimedWork, times: int) -> float:
+    """Return the seconds of one execution, from `times` executions in a row."""
+    _synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(times):
+        work.run()
+    _synchronize(device)
+    return (time.perf_counter() - begin) / times
 
 
 def _synchronize(device: torch.device) -> None:
@@ -159,15 +203,64 @@ def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _launches(device: torch.device) -> Iterator[_TimedWork]:
-    """Yield one operation that launches a tiny kernel `_LAUNCHES` times in a row."""
-    x = torch.zeros(1, device=device)
+def _launches(device: torch.device) -> _TimedWork:
+    """Return an operation whose time is that of launching kernels.
 
-    def run() -> None:
-        for _ in range(_LAUNCHES):
-            x.add_(1)
+    On a CPU it launches a tiny kernel `_LAUNCHES` times. On an accelerator it is a training step of
+    a model so small that the host sets the pace, wrapped by FSDP2 in a process group: autograd and
+    the hooks of modules take several times as long as the launch itself.
+    """
+    if device.type == "cpu":
+        x = torch.zeros(1)
 
-    yield _TimedWork(_LAUNCHES, run)
+        def run() -> None:
+            for _ in range(_LAUNCHES):
+                x.add_(1)
+
+        return _TimedWork(_LAUNCHES, run)
+    model = nn.Sequential(*(_SmallBlock() for _ in range(_BLOCKS))).to(device, torch.bfloat16)
+    if dist.is_initialized():
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    x = torch.randn(1, 16, _SmallBlock.WIDTH, device=device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        with torch.enable_grad():
+            model(x).sum().backward()
+        model.zero_grad()
+
+    return _TimedWork(_BLOCKS * _SmallBlock.KERNELS, step)
+
+
+class _SmallBlock(nn.Module):
+    """A decoder block with the usual number of parameters, as small as kernels allow."""
+
+    WIDTH, HEADS = 64, 4
+    KERNELS = 14 + 27
+    """Kernels of forward and backward as `cost.reading` counts them. Forward: 2 norms, 7 products,
+    attention, activation, gate and 2 sums. Backward: 2 for each norm and product, 1 for attention
+    and activation, 2 for the gate, and 5 sums of gradients of tensors that several kernels read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        size = self.WIDTH
+        self.norm, self.norm_after = nn.RMSNorm(size), nn.RMSNorm(size)
+        self.q, self.k, self.v, self.o, self.gate, self.up, self.down = (
+            nn.Linear(size, size, bias=False) for _ in range(7)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        q, k, v = (
+            each(y).unflatten(-1, (self.HEADS, -1)).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(attended.transpose(1, 2).flatten(-2))
+        y = self.norm_after(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
 def _products(device: torch.device, dtype: torch.dtype, is_large: bool) -> Iterator[_TimedWork]:
@@ -181,12 +274,18 @@ def _products(device: torch.device, dtype: torch.dtype, is_large: bool) -> Itera
 
 
 def _attention(device: torch.device, dtype: torch.dtype, is_large: bool) -> Iterator[_TimedWork]:
-    """Yield causal attentions; `amount` counts only the unmasked half of the operations."""
+    """Yield forwards and backwards of causal attention; `amount` is without the masked half."""
     for length in (2048, 4096, 8192) if is_large else (512, 768, 1024):
         shape = (1, _HEADS, length, _WIDTH)
-        q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
+        q, k, v, given = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
         run = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-        yield _TimedWork(2.0 * _HEADS * _WIDTH * length**2, run)
+        amount = attention_flops(2 * q.numel(), length, is_causal=True)
+        yield _TimedWork(amount, run)
+        with torch.enable_grad():
+            inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+            out = run()
+        backward = partial(torch.autograd.grad, out, inputs, given, retain_graph=True)
+        yield _TimedWork(ATTENTION_BACKWARD * amount, backward)
 
 
 def _moves(device: torch.device, is_large: bool) -> Iterator[_TimedWork]:

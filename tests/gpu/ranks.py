@@ -1,17 +1,19 @@
 """Four ranks that share one device, beside one process: losses of three steps under each layout.
 
 NCCL refuses two ranks on one GPU, so the ranks talk by gloo, which copies CUDA tensors through the
-host. Streams, events, kernels and the allocator are the device's.
+host, except those of stages of a pipeline: `_send_through_host` does it for them. Streams, events,
+kernels and the allocator are the device's.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import queue
 import traceback
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tests.gpu.plans import TP
 
@@ -48,7 +50,9 @@ def losses(name: str, device: str, seconds: float) -> list[float] | str:
     answers: Any = context.Queue()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
-        context.Process(target=_rank, args=(rank, world, store.port, name, device, answers))
+        context.Process(
+            target=_rank, args=(rank, world, store.port, name, device, seconds, answers)
+        )
         for rank in range(world)
     ]
     for rank in ranks:
@@ -69,7 +73,11 @@ def losses(name: str, device: str, seconds: float) -> list[float] | str:
     return found[0]  # type: ignore[no-any-return]
 
 
-def _rank(rank: int, world: int, port: int, name: str, device: str, answers: Any) -> None:
+def _rank(
+    rank: int, world: int, port: int, name: str, device: str, seconds: float, answers: Any
+) -> None:
+    # What a rank waits for that will not answer goes to stderr.
+    faulthandler.dump_traceback_later(max(1.0, seconds - 5), exit=False)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0",
                       GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")  # fmt: skip
     try:
@@ -81,6 +89,35 @@ def _rank(rank: int, world: int, port: int, name: str, device: str, answers: Any
     os._exit(0)
 
 
+def _send_through_host() -> None:
+    """Let `batch_isend_irecv` copy tensors of the device through the host, which gloo does not."""
+    import torch
+    import torch.distributed as dist
+
+    class Arriving(NamedTuple):
+        work: Any
+        host: torch.Tensor
+        tensor: torch.Tensor
+
+        def wait(self) -> None:
+            self.work.wait()
+            with torch.no_grad():
+                self.tensor.copy_(self.host)
+
+    def batch(ops: list[Any]) -> list[Any]:
+        works: list[Any] = []
+        for op in ops:
+            if op.op is dist.isend:
+                works.append(dist.isend(op.tensor.cpu(), op.peer, op.group))
+            else:
+                host = torch.empty_like(op.tensor, device="cpu")
+                work = dist.irecv(host, op.peer, op.group)
+                works.append(Arriving(work, host, op.tensor))
+        return works
+
+    dist.batch_isend_irecv = batch
+
+
 def _train(rank: int, world: int, port: int, name: str, device: str) -> list[float]:
     import torch
     import torch.distributed as dist
@@ -90,6 +127,8 @@ def _train(rank: int, world: int, port: int, name: str, device: str) -> list[flo
 
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:gloo"
     store = dist.TCPStore("127.0.0.1", port)
+    if device != "cpu":
+        _send_through_host()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     given = MODELS["llama"]("tiny")
     torch.manual_seed(0)

@@ -102,9 +102,10 @@ def calibrated(path: str) -> dict[str, Any]:
     """Time this device and write its profile; return the timings and the fitted constants."""
     from meshplan.cost.calibration import profile_from, write_profile
     from meshplan.errors import MeshplanError
-    from meshplan.runtime.calibrate import measure
+    from meshplan.runtime.calibrate import measure, together
 
-    timings = measure()
+    with together():
+        timings = measure()
     found: dict[str, Any] = {"dtype": timings.dtype, "launch_s": timings.launch_s}
     for kind in ("products", "attention", "moves", "copies"):
         found[kind] = [(each.amount, each.seconds) for each in getattr(timings, kind)]

@@ -64,6 +64,17 @@ def test_what_a_gpu_took_is_predicted(apart: ProcessPoolExecutor, name: str) -> 
         assert predicted["reserved_bytes"] == pytest.approx(MEASURED[name]["reserved_bytes"], rel)
 
 
+def test_what_attention_takes_for_itself_is_what_it_took_on_a_gpu() -> None:
+    from tests.gpu.workspaces import kernels
+
+    predicted = {kernel.name: sum(kernel.workspace) for kernel in kernels()}
+    rows = [row for row in BOOK["sections"]["workspaces"] if "attention" in row["name"]]
+    assert len(rows) >= 14
+    for row in rows:  # The file has six digits.
+        measured = row["measured"]["requested_bytes"]
+        assert predicted[row["name"]] == pytest.approx(measured, 1e-5), row["name"]
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in DEFAULT else [pytest.mark.wide]) for n in COUNTED]
 )

@@ -284,7 +284,8 @@ def test_what_operators_take_for_themselves() -> None:
         *[2 * 8 * 100 * 64 * 2] * 2,
     )
     efficient = aten._scaled_dot_product_efficient_attention_backward.default
-    assert taken_inside(efficient, (q.float(), q.float(), q, q), None) == (4 * 2 * 8 * 128,)
+    sums, of_query = 4 * 2 * 8 * 100, 4 * 2 * 8 * 2 * (4 + 64 * 64)
+    assert taken_inside(efficient, (q.float(), q.float(), q, q), None) == (sums, of_query)
     embedding = aten.embedding_dense_backward.default
     few, many = like(3072, dtype=torch.int64), like(4096, dtype=torch.int64)
     assert taken_inside(embedding, (like(3072, 64), few, 1000), None) == ()
