@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from meshplan.runtime.state.pretrained import load_pretrained as load_pretrained
     from meshplan.runtime.state.pretrained import save_pretrained as save_pretrained
     from meshplan.runtime.state.save import save as save
+    from meshplan.runtime.train.dataloader import dataloader as dataloader
     from meshplan.runtime.train.grad_hooks import register_grad_hook as register_grad_hook
     from meshplan.runtime.train.gradient_scale import clip_grad_norm_ as clip_grad_norm_
     from meshplan.runtime.train.state import full_state_dict as full_state_dict
@@ -53,6 +54,7 @@ _ROOMS = {
     # run a model under a plan
     "parallelize": "meshplan.runtime.parallelize",
     "local_batch": "meshplan.runtime.train.step",
+    "dataloader": "meshplan.runtime.train.dataloader",
     "train_step": "meshplan.runtime.train.step",
     "chunked_loss": "meshplan.runtime.train.step",
     "loss_parallel": "meshplan.runtime.train.step",

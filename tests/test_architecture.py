@@ -62,7 +62,8 @@ LEVELS = [
         runtime.apply.parameters
         runtime.apply
         runtime.comparisons
-        runtime.train runtime.state
+        runtime.train
+        runtime.state
         runtime.fake_step
         runtime.estimate
         runtime.live

@@ -80,6 +80,7 @@ NOT_OURS = {
     "gather_batch": "a tensor",
     "global_mean": "a tensor",
     "full_state_dict": "a dict of tensors",
+    "dataloader": "an iterable over tensors",
     "save": "a path",
     "save_pretrained": "a path",
     "load_pretrained": "names",

@@ -159,3 +159,30 @@ def test_a_problem_stands_last_and_without_a_traceback(tmp_path: Path) -> None:
     assert fix in summary.partition("Root Cause")[2]
     assert f"at {path}:2: meshplan.parallelize" in summary
     assert "meshplan/runtime" not in errors
+
+
+def lines_of(job: subprocess.Popen[str]) -> list[str]:
+    """What the example prints, to its end."""
+    out, err = job.communicate(timeout=TIMEOUT_S)
+    assert job.returncode == 0, err[-3000:]
+    return [line for line in out.splitlines() if line.startswith("epoch")]
+
+
+def test_the_example_goes_on_under_another_plan_after_it_was_killed(tmp_path: Path) -> None:
+    example = ROOT / "examples/train.py"
+    plans = {name: tmp_path / f"{name}.yaml" for name in ("ddp", "full_shard")}
+    for name, path in plans.items():
+        path.write_text(f"version: 1\nstrategy: {name}\n")
+    whole = lines_of(start(sys.executable, example, plans["ddp"], tmp_path / "whole"))
+    assert [line.partition(":")[0] for line in whole] == [
+        "epoch 0, step 10", "epoch 1, step 20", "epoch 1, step 30"]  # fmt: skip
+    job = start(*TORCHRUN, "--nproc-per-node", 2, example, plans["full_shard"], tmp_path / "cut")
+    assert job.stdout is not None
+    while not job.stdout.readline().startswith("epoch 1, step 20"):
+        assert job.poll() is None
+    while not list((tmp_path / "cut").glob("step-00000020")):
+        assert job.poll() is None
+    job.terminate()  # torchrun ends its ranks before it goes.
+    job.communicate()
+    again = lines_of(start(sys.executable, example, plans["ddp"], tmp_path / "cut"))
+    assert again == whole[2:]

@@ -31,23 +31,25 @@ TOLERANCE = 1e-6
 
 
 def uninterrupted() -> list[float]:
-    return Job(plan_of("one")).train(0, STEPS)
+    return Job(plan_of("one")).train(STEPS)
 
 
 def resume(layout: str, path: Path, is_last: bool) -> tuple[int, list[float]]:
     """Go on from the newest state: the step it is of, and the losses of the steps after it."""
     job = Job(plan_of(layout), seed=1)
     try:
-        state = meshplan.load(path, job.model, job.optimizer, scheduler=job.scheduler)
+        objects = {"scheduler": job.scheduler, "data": job.loader}
+        state = meshplan.load(path, job.model, job.optimizer, **objects)
         first = state.step
     except MissingStateError:
         job, first = Job(plan_of(layout)), 0
     losses = []
     for step in range(first, STEPS):
-        losses += job.train(step, 1)
+        losses += job.train(1)
         if not is_last:
             meshplan.save(path, job.model, job.optimizer, step=step + 1, keep=2,
-                          scheduler=job.scheduler, asynchronous=step % 2 == 1)  # fmt: skip
+                          scheduler=job.scheduler, data=job.loader,
+                          asynchronous=step % 2 == 1)  # fmt: skip
     return first, losses
 
 

@@ -6,13 +6,15 @@ piece, experts that ep deals out, stages, and one process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import meshplan
 from meshplan.runtime.base.mesh import full
@@ -107,8 +109,21 @@ def plan_of(layout: str) -> dict[str, Any]:
     return {"version": 1, "input": INPUT, **LAYOUTS[layout].plan}
 
 
+class Tokens(Dataset[tuple[Tensor, Tensor]]):
+    """Three batches and a half of sequences, each moved on by a random number of tokens."""
+
+    def __len__(self) -> int:
+        return 7 * BATCH // 2
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(VOCAB, (SEQ_LEN + 1,), generator=generator)
+        tokens = (tokens + torch.randint(VOCAB, ())) % VOCAB
+        return tokens[:-1], tokens[1:]
+
+
 class Job:
-    """A model under a layout, its optimizer and its schedule of the learning rate."""
+    """A model under a layout, its optimizer, its data and its schedule of the learning rate."""
 
     def __init__(self, plan: Mapping[str, Any], seed: int = 0, lr: float = 1e-2) -> None:
         torch.manual_seed(seed)
@@ -119,19 +134,21 @@ class Job:
             [{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=lr
         )
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [1, 3], 0.5)
+        self.loader = meshplan.dataloader(Tokens(), self.model, batch_size=BATCH, shuffle=True)
 
-    def train(self, first: int, num: int) -> list[float]:
-        """The losses of these steps."""
+    def train(self, num: int) -> list[float]:
+        """The losses of so many more steps."""
         losses = []
-        for step in range(first, first + num):
-            generator = torch.Generator().manual_seed(step)
-            tokens = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=generator)
-            inputs, targets = meshplan.local_batch(self.model, (tokens[:, :-1], tokens[:, 1:]))
+        for inputs, targets in itertools.islice(self._batches(), num):
             losses.append(
                 meshplan.train_step(self.model, self.optimizer, inputs, targets, next_token_loss)
             )
             self.scheduler.step()
         return losses
+
+    def _batches(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
 
     def numbers(self) -> dict[str, Any]:
         """Everything that a state should have, whole; of a pipeline, this rank's part of it."""
@@ -153,14 +170,16 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def saved(layout: str, path: Path, **more: Any) -> tuple[dict[str, Any], list[float]]:
     """Two steps, a state, and two more: the numbers when it was saved, and the losses after it."""
     job = Job(plan_of(layout))
-    job.train(0, 2)
-    meshplan.save(path, job.model, job.optimizer, step=2, scheduler=job.scheduler, **more)
-    return job.numbers(), job.train(2, 2)
+    job.train(2)
+    objects = {"scheduler": job.scheduler, "data": job.loader}
+    meshplan.save(path, job.model, job.optimizer, step=2, **objects, **more)
+    return job.numbers(), job.train(2)
 
 
 def loaded(layout: str, path: Path, **more: Any) -> tuple[dict[str, Any], list[float]]:
     """The numbers after loading into a job with other ones, and the losses of two more steps."""
     job = Job(plan_of(layout), seed=1, lr=0.3)
-    state = meshplan.load(path, job.model, job.optimizer, scheduler=job.scheduler, **more)
+    objects = {"scheduler": job.scheduler, "data": job.loader}
+    state = meshplan.load(path, job.model, job.optimizer, **objects, **more)
     assert state.step == 2
-    return job.numbers(), job.train(2, 2)
+    return job.numbers(), job.train(2)

@@ -22,6 +22,7 @@ from meshplan.runtime.state.agree import agree
 from meshplan.runtime.state.background import finish_background, next_board
 from meshplan.runtime.state.live import DTYPES, LiveState, LiveTensor
 from meshplan.runtime.state.save import Stateful
+from meshplan.runtime.train.dataloader import StatefulLoader
 from meshplan.runtime.watch.guard import come_together, guarded
 from meshplan.shown import shown
 from meshplan.state.folder import find_state
@@ -117,10 +118,17 @@ def load(
                 raise StateError(changed_file(folder / name))
         loading.check()
         for word, value in (("scheduler", scheduler), ("data", data)):
-            if value is not None and manifest.values.get(word) is None:
-                what = f"the state was saved without a {word}"
+            if value is None:
+                continue
+            if manifest.values.get(word) is None:
+                what = f"the state was saved without {word}="
                 raise StateError(Problem(what, Origin(str(folder)), f"load it without {word}="))
+            if not hasattr(value, "load_state_dict"):
+                what = f"{word}={value!r} has no load_state_dict"
+                raise StateError(Problem(what, fix="pass the object that was given to save"))
         found["values"] = loading.values()
+        if isinstance(data, StatefulLoader):
+            data.check_state(found["values"]["data"])
 
     agree(board, "check", check)
     agree(board, "load", loading.load)

@@ -54,9 +54,9 @@ class Stopped:
 def crash_everywhere(path):
     """Save at steps 1 and 2; stop the second save at each of its calls; what is found then."""
     job = Job(plan_of("one"))
-    job.train(0, 1)
+    job.train(1)
     meshplan.save(path, job.model, step=1, extra="first")
-    job.train(1, 1)
+    job.train(1)
     other = Job(plan_of("one"), seed=1)
     found, number, torn = [], 0, (False, True)
     while True:
@@ -117,7 +117,7 @@ def test_a_flipped_bit_is_found(pool, tmp_path):
 def save_where_one_cannot(path, asynchronous):
     """Rank 1 cannot write its file; then it can."""
     job = Job(plan_of("ddp"))
-    job.train(0, 1)
+    job.train(1)
     meshplan.save(path, job.model, job.optimizer, step=1)
     real = os.open
 
@@ -131,7 +131,7 @@ def save_where_one_cannot(path, asynchronous):
         patch.setattr(os, "open", full)
         try:
             meshplan.save(path, job.model, job.optimizer, step=2, asynchronous=asynchronous)
-            job.train(1, 1)
+            job.train(1)
             meshplan.load(path, job.model)  # Told here, if it was written meanwhile.
         except StateError as error:
             texts.append(str(error))
@@ -180,7 +180,7 @@ def save_bad(path, case):
     with pytest.raises(StateError) as caught:
         meshplan.save(path, job.model, optimizer, step=step, keep=keep, extra=extra, data=data,
                       scheduler=scheduler)  # fmt: skip
-    job.train(0, 1)  # The group is usable.
+    job.train(1)  # The group is usable.
     return str(caught.value)
 
 
@@ -304,9 +304,9 @@ def test_masks_of_dropout_and_states_of_modules_go_on(pool, tmp_path):
 def killed(path):
     job = Job(plan_of("full_shard"))
     for step in range(1, 50):
-        job.train(step, 1)
+        job.train(1)
         meshplan.save(path, job.model, job.optimizer, step=step, keep=2, scheduler=job.scheduler,
-                      asynchronous=step % 2 == 0)  # fmt: skip
+                      data=job.loader, asynchronous=step % 2 == 0)  # fmt: skip
         if step >= 5 and torch.distributed.get_rank() == 2:
             os.kill(os.getpid(), 9)
 
@@ -324,9 +324,10 @@ def whole_run(path):
     """The losses of eight steps in one process, or of what is left of them after a state."""
     job = Job(plan_of("one"))
     if path is None:
-        return 0, job.train(1, 8)
-    step = meshplan.load(path, job.model, job.optimizer, scheduler=job.scheduler).step
-    return step, job.train(step + 1, 8 - step)
+        return 0, job.train(8)
+    objects = {"scheduler": job.scheduler, "data": job.loader}
+    step = meshplan.load(path, job.model, job.optimizer, **objects).step
+    return step, job.train(8 - step)
 
 
 def test_a_state_that_is_not_there_is_a_missing_file():

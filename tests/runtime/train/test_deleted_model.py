@@ -17,7 +17,7 @@ from tests.helpers.stated import LAYOUTS, Job, plan_of
 def left(layout: str) -> int:
     """How many parameters more there are after a model was made, trained and deleted."""
     before = num_parameters()
-    Job(plan_of(layout)).train(0, 3)
+    Job(plan_of(layout)).train(3)
     return num_parameters() - before
 
 
