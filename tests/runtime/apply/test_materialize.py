@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 import meshplan
-from meshplan.plan.plan import make_plan
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.runtime.apply.parameters import materialize
 from meshplan.runtime.apply.parameters.materialize import InitialValues, _part
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
@@ -176,3 +178,29 @@ def test_a_model_on_meta_is_given_memory_where_the_plan_keeps_each_part(monkeypa
     InitialValues({"1.weight": torch.ones(4, 4)}).fill(model, plan)
     assert [param.device.type for param in model.parameters()] == ["meta", "meta", "cpu", "cpu"]
     assert model[1].weight.equal(torch.ones(4, 4))
+
+
+def alive_while_filling() -> tuple[list[int], int]:
+    """How many initial values are alive at each copy of one, and how many there are."""
+    alive: list[int] = []
+    values: list[weakref.ref[torch.Tensor]] = []
+    fill, local_of = InitialValues.fill, materialize.local_of
+
+    def watched(self: InitialValues, model: nn.Module, plan: Plan) -> None:
+        values.extend(map(weakref.ref, self.local.values()))
+        fill(self, model, plan)
+
+    def counted(tensor: Any) -> torch.Tensor:
+        alive.append(sum(value() is not None for value in values))
+        return local_of(tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InitialValues, "fill", watched)
+        patch.setattr(materialize, "local_of", counted)
+        meshplan.parallelize(on_meta("own_llama"), {"version": 1, "strategy": "full_shard"})
+    return alive, len(values)
+
+
+def test_an_initial_value_is_freed_once_it_is_in_the_model(pool):
+    for alive, count in pool(2).run(alive_while_filling):
+        assert alive == list(range(count, 0, -1))

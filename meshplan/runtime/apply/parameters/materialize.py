@@ -34,22 +34,31 @@ class InitialValues:
     local: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def fill(self, model: nn.Module, plan: Plan) -> None:
-        """Allocate memory for the whole model and copy `local` in; do nothing if it is empty."""
+        """Give every tensor of the model memory and its value; do nothing if `local` is empty.
+
+        A value is freed once it is copied, so that the shards and their values together take little
+        more memory than the shards alone.
+        """
         if not self.local:
             return
         on_host = {id(param) for param in params_on_host(model, plan)}
-
-        def empty(tensor: torch.Tensor) -> torch.Tensor:
-            where = torch.device("cpu") if id(tensor) in on_host else device()
-            return torch.empty_like(tensor, device=where)
-
-        model._apply(empty)  # Like `to_empty`, which supports one device only.
-        _retie(model, plan)
-        params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        with torch.no_grad():
-            for fqn, value in self.local.items():
-                local_of(params.get(fqn, buffers.get(fqn))).copy_(value)
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        values = {id(tensors[fqn]): value for fqn, value in self.local.items()}
         self.local.clear()
+        # The tensors on meta are kept as well: the id of a freed one could be that of another.
+        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def filled(tensor: torch.Tensor) -> torch.Tensor:
+            number = id(tensor)
+            if number not in made:
+                where = torch.device("cpu") if number in on_host else device()
+                made[number] = (tensor, torch.empty_like(tensor, device=where))
+                if (value := values.pop(number, None)) is not None:
+                    local_of(made[number][1]).copy_(value)
+            return made[number][1]
+
+        model._apply(filled)  # Like `to_empty`, which supports one device only.
+        _retie(model, plan)
 
 
 def agree_on_values(model: nn.Module, plan: Plan) -> InitialValues:
