@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from meshplan.runtime.state.pretrained import save_pretrained as save_pretrained
     from meshplan.runtime.state.save import save as save
     from meshplan.runtime.train.dataloader import dataloader as dataloader
+    from meshplan.runtime.train.evaluation import eval_step as eval_step
+    from meshplan.runtime.train.evaluation import reduce as reduce
     from meshplan.runtime.train.grad_hooks import register_grad_hook as register_grad_hook
     from meshplan.runtime.train.gradient_scale import clip_grad_norm_ as clip_grad_norm_
     from meshplan.runtime.train.state import full_state_dict as full_state_dict
@@ -56,6 +58,8 @@ _ROOMS = {
     "local_batch": "meshplan.runtime.train.step",
     "dataloader": "meshplan.runtime.train.dataloader",
     "train_step": "meshplan.runtime.train.step",
+    "eval_step": "meshplan.runtime.train.evaluation",
+    "reduce": "meshplan.runtime.train.evaluation",
     "chunked_loss": "meshplan.runtime.train.step",
     "loss_parallel": "meshplan.runtime.train.step",
     "register_grad_hook": "meshplan.runtime.train.grad_hooks",

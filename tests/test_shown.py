@@ -73,6 +73,8 @@ NOT_OURS = {
     "parallelize": "an nn.Module; what it has in `meshplan` is tested below",
     "local_batch": "tensors",
     "train_step": "a float",
+    "eval_step": "a float",
+    "reduce": "a float or a tensor",
     "chunked_loss": "a context manager",
     "loss_parallel": "a context manager",
     "register_grad_hook": "a handle of torch",

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
 from meshplan.shown import shown
 
@@ -70,6 +71,29 @@ def known_models() -> list[ParallelModel]:
     """Return the models that still exist, the one that ran last at the end."""
     _known[:] = [each for each in _known if each.model() is not None]
     return list(_known)
+
+
+def find_model(model: nn.Module | None, verb: str) -> ParallelModel:
+    """Return the record of a model; without one, of the model that ran last.
+
+    Args:
+        model: The module that `parallelize` returned, or None.
+        verb: Name of the function that asks, for the error message.
+
+    Raises:
+        ApplyError: No plan was applied to the model, or to any.
+    """
+    models = [each for each in known_models() if model is None or each.model() is model]
+    if not models:
+        raise ApplyError(
+            Problem(
+                f"{verb} was called, but no plan was applied to "
+                f"{'a model' if model is None else 'this model'}: only a plan states which ranks "
+                "have different samples",
+                fix="call meshplan.parallelize first, and use the model that it returns",
+            )
+        )
+    return models[-1]
 
 
 def known_parameters() -> set[int]:

@@ -116,7 +116,12 @@ class StatefulLoader:
         if is_empty and begun_at:
             # The state was saved behind the last batch of an iterable dataset, before its end was
             # known.
-            yield from self._rest_of_epoch(loop)
+            is_empty = yield from self._rest_of_epoch(loop)
+        if is_empty:
+            what = f"the dataset gave less than one batch of {self._read.share.batch_size} samples"
+            raise ApplyError(
+                Problem(what, fix="use a smaller batch_size; or let __iter__ begin anew")
+            )
 
     def _rest_of_epoch(self, loop: int) -> Generator[Any, None, bool]:
         """Yield the batches up to the end of the epoch; return True if there was none."""

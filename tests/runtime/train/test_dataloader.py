@@ -285,6 +285,10 @@ def refused_states():
     )
     with pytest.raises(ApplyError, match="no class indices"):
         next(iter(floats))
+    for length in (0, 7):
+        short = meshplan.dataloader(Stream(length), wrapped("one"), batch_size=BATCH)
+        with pytest.raises(ApplyError, match="less than one batch of 8 samples"):
+            list(short)
 
 
 def test_states_of_other_data_are_refused(pool):

@@ -17,7 +17,7 @@ from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.runtime.apply.loss.loss_weights import is_weighed, num_parts
 from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import gather_into, scatter_sum, submesh
-from meshplan.runtime.base.parallel_models import ParallelModel, known_models
+from meshplan.runtime.base.parallel_models import ParallelModel, find_model
 from meshplan.runtime.torch_private.fakes import is_fake
 
 num_gathered = 0
@@ -46,7 +46,7 @@ def gather_batch(tensor: torch.Tensor, model: nn.Module | None = None) -> torch.
         return tensor
     if dist.get_world_size() == 1:
         return tensor
-    found = _find(model, "gather_batch")
+    found = find_model(model, "gather_batch")
     axes = [axis for axis in found.plan.mesh.present(DATA_AXES) if found.plan.mesh.size(axis) > 1]
     _check_place(tensor, found)
     if not axes:
@@ -104,7 +104,7 @@ def global_mean(
     sums = torch.stack([each.double() for each in terms])
     ranks = 1
     if not is_fake_execution() and dist.is_initialized() and dist.get_world_size() > 1:
-        found = _find(model, "global_mean")
+        found = find_model(model, "global_mean")
         ranks = found.plan.mesh.size(*GRADIENT_AXES)
         if found.plan.assignment.stages is not None:
             raise ApplyError(
@@ -164,20 +164,6 @@ def _check_terms(total: Any, count: Any) -> None:
         fix = "pass the number of tokens or samples that were summed"
     if what:
         raise ApplyError(Problem(f"global_mean was given {what}", fix=fix))
-
-
-def _find(model: nn.Module | None, verb: str) -> ParallelModel:
-    models = [each for each in known_models() if model is None or each.model() is model]
-    if not models:
-        raise ApplyError(
-            Problem(
-                f"{verb} was called, but no plan was applied to "
-                f"{'a model' if model is None else 'this model'}: only a plan states which ranks "
-                "have different samples",
-                fix="call meshplan.parallelize first, and use the model that it returns",
-            )
-        )
-    return models[-1]
 
 
 def _check_place(tensor: torch.Tensor, found: ParallelModel) -> None:

@@ -196,7 +196,7 @@ class Weights:
         is_pair = isinstance(given, tuple | list)
         self._note(is_pair)
         if is_pair:
-            return self._of_sum(*_pair(given))
+            return self._of_sum(*pair_of(given))
         if not isinstance(given, torch.Tensor):
             raise ApplyError(
                 Problem(
@@ -282,7 +282,8 @@ class Weights:
         return self._divisor * self.parts / total if total else 0.0
 
 
-def _pair(given: Any) -> tuple[torch.Tensor, Any]:
+def pair_of(given: Any) -> tuple[torch.Tensor, Any]:
+    """Return the (sum, count) that a loss function returned; raise ApplyError if it is no such."""
     total, count = given if len(given) == 2 else (None, None)
     is_number = isinstance(count, Real) and not isinstance(count, bool)
     is_scalar = isinstance(count, torch.Tensor) and count.numel() == 1
