@@ -152,7 +152,7 @@ def _timed(device: torch.device, works: Sequence[_TimedWork]) -> dict[int, tuple
     ]
     typical = min if is_cpu else statistics.median
     return {
-        id(work): (typical(seconds[::2]), typical(seconds[1::2]))
+        id(work): (typical(seconds[::2]), typical(seconds[1::2] or seconds))
         for work, *seconds in zip(works, *rounds, strict=True)
     }
 

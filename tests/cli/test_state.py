@@ -33,7 +33,7 @@ def test_it_says_what_a_state_has(states, capsys):
         f"{path}/step-00000002: whole, step 2, saved by 4 ranks (dp_shard 4)",
         "  model      23 tensors, 22.2 KiB",
         "  optimizer  66 tensors, 44.4 KiB, AdamW",
-        "  values     scheduler, extra",
+        "  values     scheduler, data, extra",
     ]
     assert main(["state", str(path / "step-00000002"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
