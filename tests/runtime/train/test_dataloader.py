@@ -119,6 +119,8 @@ def test_all_layouts_read_what_one_process_reads(pool, layout, kind):
     ((_, alone),) = pool(1).run(epochs, "one", kind, 28, 2)
     assert together(pool(LAYOUTS[layout].world).run(epochs, layout, kind, 28, 2)) == alone
     assert len(alone) == 6
+    drawn = {row[1:] for step in alone for row in step}
+    assert len(drawn) == (1 if kind == "lists" else 48)  # No two samples draw the same numbers.
     for epoch in (alone[:3], alone[3:]):
         indices = [row[0] for step in epoch for row in step]
         assert len(set(indices)) == 24
