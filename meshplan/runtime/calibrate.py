@@ -140,7 +140,8 @@ def _by_turns(groups: Iterable[Sequence[_TimedWork]]) -> Iterator[_TimedWork]:
 def _timed(device: torch.device, works: Sequence[_TimedWork]) -> dict[int, tuple[float, float]]:
     """Return (seconds of one execution in even rounds, in odd rounds) by `id` of the operation."""
     is_cpu = device.type == "cpu"
-    once = [_seconds(device, work, 1) for work in works for _ in range(2)][1::2]
+    # The first run also loads libraries and chooses kernels.
+    once = [min(_seconds(device, work, 1) for _ in range(2)) for work in works]
     bursts = [1 if is_cpu else max(1, math.ceil(_BURST_S / seconds)) for seconds in once]
     if _world() > 1:  # All ranks must run a collective equally often.
         agreed = torch.tensor(bursts, device=device)

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, default_collat
 from meshplan.errors import ApplyError, Problem, StateError
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.context.batch import local_sequence
+from meshplan.runtime.apply.context.batch import sequence_of_rank
 from meshplan.runtime.apply.loss.loss_weights import IGNORED, token_targets
 from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.batch import mapped
-from meshplan.runtime.base.digest import digest, mark
+from meshplan.runtime.base.digest import mark
 from meshplan.runtime.base.mesh import device, device_type
 from meshplan.runtime.train.sample_order import Share, StepSamples, order_of
 from meshplan.runtime.watch.guard import guarded
@@ -157,11 +157,7 @@ class StatefulLoader:
         """Return a batch on this rank's device, under cp with its part of the sequence."""
         if self._read.pads:
             batch = _without_targets(batch, padded)
-        whole: int | None = None
-        if self._plan.assignment.context is not None:
-            here, there = digest(batch, is_whole=False)
-            whole = here + (0 if there is None else int(there))
-            batch = local_sequence(self._plan, batch)
+        batch, whole = sequence_of_rank(self._plan, batch)
         where = device()
         is_split = whole is not None or self._read.share.ranks > 1
 

@@ -15,7 +15,12 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.layout.mesh import GRADIENT_AXES
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.loss.loss_mode import loss_mode
-from meshplan.runtime.apply.loss.loss_weights import pair_of, tokens_by_sample
+from meshplan.runtime.apply.loss.loss_weights import (
+    not_a_loss,
+    pair_of,
+    tokens_by_sample,
+    uncounted,
+)
 from meshplan.runtime.apply.loss.vocab_parallel_loss import take_loss
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import applied
@@ -90,18 +95,14 @@ def _counted(
         counted = torch.as_tensor(count, device=where)
         return torch.where(counted == 0, torch.zeros_like(total), total).to(where), counted
     if not isinstance(given, torch.Tensor) or given.numel() != 1:
-        what = f"loss_fn returned a {type(given).__name__} instead of a loss"
-        raise ApplyError(
-            Problem(what, fix="return the loss as a tensor of one element, or (sum, count)")
-        )
+        raise ApplyError(not_a_loss(given))
     counted = torch.tensor(samples, device=where)
     if plan.spec.loss == "sum":
         return given.to(where), counted
     if plan.spec.loss == "tokens":
         tokens = tokens_by_sample(target)
         if tokens is None:
-            what = "loss: tokens counts labels, but the targets are not one tensor of them"
-            raise ApplyError(Problem(what, plan.spec.origin("loss")))
+            raise ApplyError(uncounted(target, plan))
         counted = tokens.sum().to(where)
     # The mean over no tokens is NaN.
     total = torch.where(counted == 0, torch.zeros_like(given), given * counted)

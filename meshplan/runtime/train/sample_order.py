@@ -32,7 +32,7 @@ class StepSamples(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How the steps of an epoch are divided between data ranks.
+    """Divides the steps of an epoch between data ranks.
 
     Args:
         batch_size: Samples of one step on all data ranks: a multiple of `ranks * microbatches`.

@@ -13,7 +13,7 @@ from torch import nn
 from meshplan.errors import ApplyError, Problem
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.context.batch import local_sequence
+from meshplan.runtime.apply.context.batch import sequence_of_rank
 from meshplan.runtime.apply.data.data import reshard_units, set_gradient_sync
 from meshplan.runtime.apply.loss.loss_mode import loss_mode
 from meshplan.runtime.apply.loss.loss_weights import Weights, weighing
@@ -22,7 +22,7 @@ from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import applied, own_module
 from meshplan.runtime.base.batch import as_arguments, chunked, mapped, part_of
 from meshplan.runtime.base.batch_agreement import check_batches_agree, mean_over_ranks
-from meshplan.runtime.base.digest import digest, mark
+from meshplan.runtime.base.digest import mark
 from meshplan.runtime.base.fake_mode import is_fake_execution, numbers
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.phases import begin
@@ -45,18 +45,13 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
         model: The module that `parallelize` returned.
         batch: A tensor, or a tuple, list or mapping of tensors, each with the samples along dim 0.
             Items that are not tensors, or have no dims, are passed on unchanged. Under cp, tensors
-            whose dim 1 is the sequence are also cut along it (`local_sequence`).
+            whose dim 1 is the sequence are also cut along it (`sequence_of_rank`).
 
     Raises:
         ApplyError: The samples do not divide over the data ranks, or the sequence not over cp.
     """
     plan = applied(model).plan
-    whole: int | None = None
-    if plan.assignment.context is not None:
-        # Ranks along cp get different parts, so they compare a digest of the batch before the cut.
-        here, there = digest(batch, is_whole=False)
-        whole = here + (0 if there is None else int(there))
-        batch = local_sequence(plan, batch)
+    batch, whole = sequence_of_rank(plan, batch)
     ranks = plan.num_data_ranks
     index = plan.mesh.index(dist.get_rank(), DATA_AXES)
 

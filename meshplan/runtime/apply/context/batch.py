@@ -14,6 +14,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.context.parts import Parts
 from meshplan.runtime.base.batch import mapped
+from meshplan.runtime.base.digest import digest
 from meshplan.runtime.base.fake_mode import numbers
 from meshplan.runtime.base.pytree import tensors_in
 
@@ -77,6 +78,18 @@ def has_sequence(tensor: torch.Tensor, length: int) -> bool:
             )
         )
     return tensor.ndim > 1 and tensor.shape[1] == length
+
+
+def sequence_of_rank(plan: Plan, batch: Any) -> tuple[Any, int | None]:
+    """Return this rank's part of the sequence, and a number that identifies the batch before.
+
+    Ranks along cp get different parts, and compare that number. Without cp the batch stays whole,
+    and the number is None.
+    """
+    if plan.assignment.context is None:
+        return batch, None
+    here, there = digest(batch, is_whole=False)
+    return local_sequence(plan, batch), here + (0 if there is None else int(there))
 
 
 def local_sequence(plan: Plan, batch: Any) -> Any:

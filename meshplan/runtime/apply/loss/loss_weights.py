@@ -142,7 +142,7 @@ class Weights:
         if self._kind == "tokens" and not is_fake_execution():
             self._tokens = tokens_by_sample(batch[1])
             if self._tokens is None:
-                raise ApplyError(self._uncounted(batch[1]))
+                raise ApplyError(uncounted(batch[1], plan))
             total = self._tokens.sum().double().to(device())
             self._reduce(total, dist.ReduceOp.SUM)
             self._total = int(total)
@@ -163,16 +163,6 @@ class Weights:
         if self._plan.mesh.size(*GRADIENT_AXES) > 1:
             group = submesh(self._mesh, GRADIENT_AXES, flat=True).get_group()
             dist.all_reduce(value, op=op, group=group)
-
-    def _uncounted(self, targets: Any) -> Problem:
-        num = len(token_targets(targets))
-        found = f"{num} integer tensors" if num else "no integer tensor"
-        return Problem(
-            f"loss: tokens counts the labels that are not {IGNORED} in the only integer tensor "
-            f"among the targets, but the targets contain {found}",
-            self._plan.spec.origin("loss"),
-            f"pass the labels as the only integer tensor in the targets of train_step; or {PAIR}",
-        )
 
     def marked(self, targets: Any) -> Any:
         """Return (targets, tokens per sample), to be split into microbatches together."""
@@ -198,12 +188,7 @@ class Weights:
         if is_pair:
             return self._of_sum(*pair_of(given))
         if not isinstance(given, torch.Tensor):
-            raise ApplyError(
-                Problem(
-                    f"loss_fn returned a {type(given).__name__} instead of a loss",
-                    fix="return the loss as a tensor of one element, or (sum, count)",
-                )
-            )
+            raise ApplyError(not_a_loss(given))
         loss = given
         if self._kind == "mean" or is_fake_execution():
             return loss
@@ -280,6 +265,26 @@ class Weights:
         self._history.divisor = max(1.0, total / self.parts)
         # Sums were divided by `_divisor` and averaged over `parts`; the mean divides by `total`.
         return self._divisor * self.parts / total if total else 0.0
+
+
+def uncounted(targets: Any, plan: Plan) -> Problem:
+    """Return the problem of targets in which `loss: tokens` finds no tokens to count."""
+    num = len(token_targets(targets))
+    found = f"{num} integer tensors" if num else "no integer tensor"
+    return Problem(
+        f"loss: tokens counts the labels that are not {IGNORED} in the only integer tensor "
+        f"among the targets, but the targets contain {found}",
+        plan.spec.origin("loss"),
+        f"pass the labels as the only integer tensor in the targets of train_step; or {PAIR}",
+    )
+
+
+def not_a_loss(given: Any) -> Problem:
+    """Return the problem of a loss function that returned neither a loss nor (sum, count)."""
+    return Problem(
+        f"loss_fn returned a {type(given).__name__} instead of a loss",
+        fix="return the loss as a tensor of one element, or (sum, count)",
+    )
 
 
 def pair_of(given: Any) -> tuple[torch.Tensor, Any]:
