@@ -1,18 +1,23 @@
 """Does `parallelize` add to the step? Beside hand-written torch code for the same layout.
 
     python -m tests.bench.step_overhead [--steps 100] [--layouts full_shard tp] [--seq-len 64]
+                                        [--dim 16]
 
 Both models live in the same processes and take turns, step by step, in the order A B B A, so that
 whatever else the machine does hits both alike. A ratio is the median over the pairs of steps; the
 range behind it is that median's 95 % interval. CPU time is that of all threads of rank 0: it
-knows nothing of waiting. Before the clock starts, every parameter's local shape is compared, and
+knows nothing of waiting. "added" is the median difference of a pair's CPU times: what a step
+costs more, whatever its length. With `--dim 16` the arithmetic is so small that it is exact to
+about 0.1 ms. Before the clock starts, every parameter's local shape is compared, and
 after it stops the two losses are.
 
-Rows "wrapping" run the same plain loop on both; rows "train_step" run `meshplan.train_step`
-against a loop by hand that also returns the global mean loss. Rows "checks" run `train_step` on two
-models that `parallelize` made, one of them without any of the checks of `runtime.checks` and their
-like: their CPU time per step is told of all steps together too, those at which more is looked at
-(16, 32, 64, ...) among them.
+Rows "wrapping" run the same plain loop on both. Rows "agreement" run it on two models that
+`parallelize` made, one of them without the agreement of the ranks on which parameters have a
+gradient, one small all-reduce a step (FSDP2 only): where the wrapping's time goes. Rows
+"train_step" run `meshplan.train_step` against a loop by hand that also returns the global mean
+loss. Rows "checks" run `train_step` on two models that `parallelize` made, one of them without any
+of the checks of `runtime.checks` and their like: their CPU time per step is told of all steps
+together too, those at which more is looked at (16, 32, 64, ...) among them.
 """
 
 from __future__ import annotations
@@ -43,10 +48,11 @@ import meshplan
 from meshplan.layout.mesh import DATA_AXES, Mesh
 from meshplan.runtime import parallelize
 from meshplan.runtime.apply import wrap
+from meshplan.runtime.apply.data import gradients
 from meshplan.runtime.base import optimizer_steps
 from meshplan.runtime.base.mesh import local_of
 from meshplan.runtime.comparisons.steps import StepCheck
-from meshplan.runtime.demo_model import ByteLlama, next_byte_loss
+from meshplan.runtime.demo_model import ByteLlama, ByteLlamaConfig, next_byte_loss
 from meshplan.runtime.train import step as train
 from meshplan.runtime.watch import guard
 from meshplan.spec.recipes import recipe_path
@@ -148,12 +154,12 @@ def plan_of(layout: Layout) -> meshplan.Spec:
     return meshplan.load_spec(recipe_path(layout.recipe), overrides)
 
 
-def measure(name: str, steps: int, seq_len: int) -> dict[str, list[tuple[float, float]]]:
+def measure(name: str, steps: int, seq_len: int, dim: int) -> dict[str, list[tuple[float, float]]]:
     """(wall, CPU) seconds of every timed step on this rank, by contender."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     layout = LAYOUTS[name]
-    planned = meshplan.parallelize(build(), plan_of(layout))
-    hand = layout.by_hand(build(), layout.mesh)
+    planned = meshplan.parallelize(build(dim), plan_of(layout))
+    hand = layout.by_hand(build(dim), layout.mesh)
     compare_shapes(planned, hand)
     optimizers = {model: torch.optim.AdamW(model.parameters()) for model in (planned, hand)}
     mesh = Mesh.of(layout.mesh)
@@ -176,8 +182,12 @@ def measure(name: str, steps: int, seq_len: int) -> dict[str, list[tuple[float, 
         float(loss)
 
     with unchecked():
-        bare = meshplan.parallelize(build(), plan_of(layout))
+        bare = meshplan.parallelize(build(dim), plan_of(layout))
     optimizers[bare] = torch.optim.AdamW(bare.parameters())
+
+    with mock.patch.object(gradients, "on_reduction", return_value=False):
+        parted = meshplan.parallelize(build(dim), plan_of(layout))
+    optimizers[parted] = torch.optim.AdamW(parted.parameters())
 
     def step_bare() -> None:
         meshplan.train_step(bare, optimizers[bare], inputs, targets, next_byte_loss)
@@ -187,6 +197,7 @@ def measure(name: str, steps: int, seq_len: int) -> dict[str, list[tuple[float, 
         ("wrapping", lambda: plain(planned), lambda: plain(hand), unlooked),
         ("train_step", train_step, reported, unlooked),
         ("checks", train_step, step_bare, unchecked),
+        ("agreement", lambda: plain(planned), lambda: plain(parted), nullcontext),
     )
     for what, ours, theirs, around in contests:
         if what == "checks":  # The planned model goes on by itself.
@@ -201,9 +212,9 @@ def measure(name: str, steps: int, seq_len: int) -> dict[str, list[tuple[float, 
     return out
 
 
-def build() -> ByteLlama:
+def build(dim: int) -> ByteLlama:
     torch.manual_seed(0)
-    return ByteLlama()
+    return ByteLlama(ByteLlamaConfig(dim=dim, ffn_dim=11 * dim // 4))
 
 
 def batch(index: int, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -259,28 +270,31 @@ def main(arguments: Any = None) -> int:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--seq-len", type=int, default=SEQ_LEN, help="longer steps hide more")
+    parser.add_argument("--dim", type=int, default=ByteLlamaConfig().dim, help="of the model")
     asked = parser.parse_args(arguments)
     print(f"{'layout':14} {'ranks':>5} {'compared':11} {'by hand':>9} {'meshplan':>9}"
-          f"  {'wall ratio':22} CPU ratio")  # fmt: skip
+          f"  {'wall ratio':22} {'CPU ratio':22} added")  # fmt: skip
     slower = 0
     for name in asked.layouts:
         world = Mesh.of(LAYOUTS[name].mesh).world_size
         pool = Pool(world)
         timeout = 60 + 4.0 * asked.steps * max(1.0, asked.seq_len / SEQ_LEN)
-        rank_0 = pool.run(measure, name, asked.steps, asked.seq_len, timeout=timeout)[0]
+        rank_0 = pool.run(measure, name, asked.steps, asked.seq_len, asked.dim, timeout=timeout)[0]
         pool.close()
-        for what in ("wrapping", "train_step", "checks"):
+        for what in ("wrapping", "train_step", "checks", "agreement"):
             ours, theirs = rank_0[f"{what} ours"], rank_0[f"{what} theirs"]
             wall, cpu = (
                 interval([a[i] / b[i] for a, b in zip(ours, theirs, strict=True)]) for i in (0, 1)
             )
             slower += what == "wrapping" and min(wall[1], cpu[1]) > TARGET
             in_all = sum(s[1] for s in ours) / sum(s[1] for s in theirs)
+            added = 1e3 * statistics.median(a[1] - b[1] for a, b in zip(ours, theirs, strict=True))
             whole = f"   all steps {in_all:.3f}" if what == "checks" else ""
             times = [1e3 * statistics.median(s[0] for s in side) for side in (theirs, ours)]
             print(f"{name:14} {world:5} {what:11} {times[0]:6.1f} ms {times[1]:6.1f} ms"
                   f"  {wall[0]:.3f} ({wall[1]:.3f}..{wall[2]:.3f})"
-                  f"   {cpu[0]:.3f} ({cpu[1]:.3f}..{cpu[2]:.3f}){whole}", flush=True)  # fmt: skip
+                  f"   {cpu[0]:.3f} ({cpu[1]:.3f}..{cpu[2]:.3f})"
+                  f"   {added:+.2f} ms{whole}", flush=True)  # fmt: skip
     verdict = f"{slower} are slower" if slower else "none is slower"
     print(f"target: at most {TARGET:.2f}; {verdict} beyond doubt")
     return 1 if slower else 0
