@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from meshplan.runtime.train.evaluation import reduce as reduce
     from meshplan.runtime.train.grad_hooks import register_grad_hook as register_grad_hook
     from meshplan.runtime.train.gradient_scale import clip_grad_norm_ as clip_grad_norm_
+    from meshplan.runtime.train.gradient_scale import clip_grad_value_ as clip_grad_value_
+    from meshplan.runtime.train.prediction import predict as predict
     from meshplan.runtime.train.state import full_state_dict as full_state_dict
     from meshplan.runtime.train.step import chunked_loss as chunked_loss
     from meshplan.runtime.train.step import local_batch as local_batch
@@ -59,11 +61,13 @@ _ROOMS = {
     "dataloader": "meshplan.runtime.train.dataloader",
     "train_step": "meshplan.runtime.train.step",
     "eval_step": "meshplan.runtime.train.evaluation",
+    "predict": "meshplan.runtime.train.prediction",
     "reduce": "meshplan.runtime.train.evaluation",
     "chunked_loss": "meshplan.runtime.train.step",
     "loss_parallel": "meshplan.runtime.train.step",
     "register_grad_hook": "meshplan.runtime.train.grad_hooks",
     "clip_grad_norm_": "meshplan.runtime.train.gradient_scale",
+    "clip_grad_value_": "meshplan.runtime.train.gradient_scale",
     "gather_batch": "meshplan.runtime.apply.data.gather",
     "global_mean": "meshplan.runtime.apply.data.gather",
     "full_state_dict": "meshplan.runtime.train.state",

@@ -72,12 +72,12 @@ def dataloader(
     plan = applied(model).plan
     if seed < 0:
         raise ApplyError(Problem(f"seed is {seed}, but cannot be negative"))
-    share = _share(plan, batch_size, drop_last)
-    length = None if isinstance(dataset, IterableDataset) else _length(dataset)
+    share = share_of(plan, batch_size, drop_last=drop_last)
+    length = length_of(dataset)
     _check_length(dataset, length, share, plan, shuffles=shuffle)
-    _check_ranks({"dataset": length, "batch_size": share.batch_size, "shuffle": shuffle,
+    check_ranks({"dataset": length, "batch_size": share.batch_size, "shuffle": shuffle,
                   "seed": seed, "drop_last": drop_last})  # fmt: skip
-    read = _EpochReader(dataset, length, share, shuffle, seed, num_workers, collate_fn)
+    read = EpochReader(dataset, length, share, shuffle, seed, num_workers, collate_fn)
     return StatefulLoader(read, plan)
 
 
@@ -96,7 +96,7 @@ class StatefulLoader:
     `dataloader` makes it.
     """
 
-    def __init__(self, read: _EpochReader, plan: Plan) -> None:
+    def __init__(self, read: EpochReader, plan: Plan) -> None:
         self.epoch = 0
         self.samples = 0
         self._read, self._plan = read, plan
@@ -128,7 +128,7 @@ class StatefulLoader:
         epoch, is_empty = self.epoch, True
         batches = self._read.batches(epoch, self.samples)
         while True:
-            with guarded(), _randomness_kept():
+            with guarded(), randomness_kept():
                 block, batch = next(batches, (None, None))
             if block is None:
                 break
@@ -157,15 +157,7 @@ class StatefulLoader:
         """Return a batch on this rank's device, under cp with its part of the sequence."""
         if self._read.pads:
             batch = _without_targets(batch, padded)
-        batch, whole = sequence_of_rank(self._plan, batch)
-        where = device()
-        is_split = whole is not None or self._read.share.ranks > 1
-
-        def placed(tensor: torch.Tensor) -> torch.Tensor:
-            own = tensor.to(where, non_blocking=True)
-            return mark(own, whole) if is_split else own
-
-        return mapped(batch, placed)
+        return on_this_rank(batch, self._plan)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what gives it its meaning, as JSON can express it."""
@@ -205,7 +197,7 @@ class StatefulLoader:
         return counts
 
 
-class _EpochReader:
+class EpochReader:
     """Reads this rank's samples of an epoch, in this process or in workers.
 
     Args:
@@ -339,7 +331,7 @@ def _draw_from(*numbers: int) -> None:
 
 
 @contextmanager
-def _randomness_kept() -> Iterator[None]:
+def randomness_kept() -> Iterator[None]:
     """Put the random number generators of this process back as they were."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
@@ -348,6 +340,19 @@ def _randomness_kept() -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.default_generator.set_state(states[2])
+
+
+def on_this_rank(batch: Any, plan: Plan) -> Any:
+    """Return the samples of a data rank on its device, under cp with its part of the sequence."""
+    batch, whole = sequence_of_rank(plan, batch)
+    where = device()
+    is_split = whole is not None or plan.num_data_ranks > 1
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        own = tensor.to(where, non_blocking=True)
+        return mark(own, whole) if is_split else own
+
+    return mapped(batch, placed)
 
 
 def _without_targets(batch: Any, padded: int) -> Any:
@@ -379,7 +384,7 @@ def _without_targets(batch: Any, padded: int) -> Any:
     return mapped(batch, ignored)
 
 
-def _share(plan: Plan, batch_size: int | None, drop_last: bool) -> Share:
+def share_of(plan: Plan, batch_size: int | None, *, drop_last: bool) -> Share:
     """Return the samples of each step on this rank."""
     ranks, microbatches = plan.num_data_ranks, plan.num_microbatches
     unit = ranks * microbatches
@@ -397,7 +402,10 @@ def _share(plan: Plan, batch_size: int | None, drop_last: bool) -> Share:
     return Share(batch_size, ranks, index, microbatches, drop_last)
 
 
-def _length(dataset: Any) -> int:
+def length_of(dataset: Any) -> int | None:
+    """Return the number of samples of a dataset; None for an iterable one."""
+    if isinstance(dataset, IterableDataset):
+        return None
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise ApplyError(
             Problem(
@@ -405,7 +413,8 @@ def _length(dataset: Any) -> int:
                 fix="let it be a torch.utils.data.IterableDataset if it can only be iterated over",
             )
         )
-    return len(dataset)
+    num_samples: int = len(dataset)
+    return num_samples
 
 
 def _check_length(
@@ -434,7 +443,7 @@ def _check_length(
     )
 
 
-def _check_ranks(facts: Mapping[str, Any]) -> None:
+def check_ranks(facts: Mapping[str, Any]) -> None:
     """Raise on every rank if ranks make loaders of different datasets or orders."""
     if dist.get_world_size() == 1:
         return

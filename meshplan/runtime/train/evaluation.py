@@ -71,7 +71,7 @@ def eval_step(
     count = plan.accumulate
     samples = num_samples((inputs, targets)) / count
     sums = torch.zeros(2, dtype=torch.float64, device=device())
-    with torch.no_grad(), _evaluation(model), loss_mode(plan):
+    with torch.no_grad(), evaluation_mode(model), loss_mode(plan):
         for part, target in zip(chunked(inputs, count), chunked(targets, count), strict=True):
             args, kwargs = as_arguments(part)
             given = take_loss(loss_fn, model(*args, **kwargs), target)
@@ -110,7 +110,7 @@ def _counted(
 
 
 @contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put the model into evaluation mode, and each module back into its own mode afterwards."""
     hidden = model.skeleton.modules() if isinstance(model, PipelinedModule) else ()
     modes = [(module, module.training) for module in (*model.modules(), *hidden)]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshplan.errors import ApplyError, Problem
 from meshplan.runtime.apply.data.data import params_on_host
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import Applied, applied
@@ -29,7 +30,12 @@ _SCALE_WINDOW: Final = 2000
 
 
 @guarded("clip_grad_norm_")
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm_(
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`.
 
     `torch.nn.utils.clip_grad_norm_` raises if parameters are on different meshes. This function
@@ -39,9 +45,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         model: The module that `parallelize` returned.
         max_norm: The largest norm allowed. With infinity, the norm is only measured.
         norm_type: p of the p-norm; with `inf`, the norm is the largest absolute value.
+        error_if_nonfinite: If True, raise instead of clipping by a norm that is NaN or infinite.
 
     Returns:
         The norm before clipping, equal on all ranks.
+
+    Raises:
+        ApplyError: The norm is not finite. It is raised on all ranks, and no gradient was changed.
     """
     mesh = applied(model).mesh
     call_grad_hooks(model)
@@ -63,6 +73,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     if pipeline is not None:  # Include the other pipeline stages.
         power = _sum_over(power, ("pp",), mesh, norm_type)
     norm = power if math.isinf(norm_type) else power ** (1.0 / norm_type)
+    if error_if_nonfinite and not math.isfinite(numbers(norm, 0.0)):
+        what = f"the norm of the gradients is {norm.item()}, so that they cannot be clipped"
+        fix = "look for the loss or the layer that overflows, or skip this step"
+        raise ApplyError(Problem(what, fix=fix))
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     here = [local_of(g) for p, g in gradients if p not in on_host]
     there = [local_of(g) for p, g in gradients if p in on_host]
@@ -71,6 +85,24 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     if there:
         torch._foreach_mul_(there, to_host(factor))
     return norm
+
+
+@guarded("clip_grad_value_")
+def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
+    """Clamp every element of every gradient into [-clip_value, clip_value].
+
+    `torch.nn.utils.clip_grad_value_` clamps the parts of a gradient whose sum is not taken yet.
+    This function takes such sums first.
+
+    Args:
+        model: The module that `parallelize` returned.
+        clip_value: The largest absolute value allowed.
+    """
+    call_grad_hooks(model)
+    gradients = [local_of(gradient) for _, gradient in _gradients(model)]
+    if gradients:
+        torch._foreach_clamp_min_(gradients, -clip_value)
+        torch._foreach_clamp_max_(gradients, clip_value)
 
 
 def _on_host(model: nn.Module) -> set[nn.Parameter]:

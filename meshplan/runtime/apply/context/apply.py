@@ -16,7 +16,7 @@ from meshplan.runtime.apply.context.batch import Feed, sequence_length
 from meshplan.runtime.apply.context.parts import Parts
 from meshplan.runtime.apply.context.proof import prove, raise_remote
 from meshplan.runtime.base.fake_mode import numbers
-from meshplan.runtime.base.mesh import device, submesh
+from meshplan.runtime.base.mesh import device
 
 
 class ContextParallelism:
@@ -35,8 +35,7 @@ class ContextParallelism:
         context = plan.assignment.context
         if context is None:
             return
-        cp = submesh(mesh, ("cp",))
-        parts = Parts(context, cp.get_group(), cp.get_local_rank(), cp.size())
+        parts = Parts.of(context, mesh)
         self._mode = SequenceMode(parts)
         self._feed = Feed(model, parts)
         answer_for_whole(model, self._mode)

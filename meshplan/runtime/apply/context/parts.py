@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.assign import ContextParallel
-from meshplan.runtime.base.mesh import gather_into, scatter_sum
+from meshplan.runtime.base.mesh import gather_into, scatter_sum, submesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,12 @@ class Parts:
     group: dist.ProcessGroup
     rank: int
     size: int
+
+    @classmethod
+    def of(cls, context: ContextParallel, mesh: DeviceMesh) -> Parts:
+        """Return the parts of the sequence along the cp axis of a live mesh."""
+        cp = submesh(mesh, ("cp",))
+        return cls(context, cp.get_group(), cp.get_local_rank(), cp.size())
 
     @property
     def num_local_chunks(self) -> int:
