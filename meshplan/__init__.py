@@ -38,12 +38,16 @@ if TYPE_CHECKING:
     from meshplan.runtime.state.pretrained import save_pretrained as save_pretrained
     from meshplan.runtime.state.save import save as save
     from meshplan.runtime.train.dataloader import dataloader as dataloader
+    from meshplan.runtime.train.ema import EMA as EMA
     from meshplan.runtime.train.evaluation import eval_step as eval_step
     from meshplan.runtime.train.evaluation import reduce as reduce
     from meshplan.runtime.train.grad_hooks import register_grad_hook as register_grad_hook
     from meshplan.runtime.train.gradient_scale import clip_grad_norm_ as clip_grad_norm_
     from meshplan.runtime.train.gradient_scale import clip_grad_value_ as clip_grad_value_
     from meshplan.runtime.train.prediction import predict as predict
+    from meshplan.runtime.train.process import is_main as is_main
+    from meshplan.runtime.train.process import main_first as main_first
+    from meshplan.runtime.train.process import seed_everything as seed_everything
     from meshplan.runtime.train.state import full_state_dict as full_state_dict
     from meshplan.runtime.train.step import chunked_loss as chunked_loss
     from meshplan.runtime.train.step import local_batch as local_batch
@@ -63,6 +67,10 @@ _ROOMS = {
     "eval_step": "meshplan.runtime.train.evaluation",
     "predict": "meshplan.runtime.train.prediction",
     "reduce": "meshplan.runtime.train.evaluation",
+    "EMA": "meshplan.runtime.train.ema",
+    "is_main": "meshplan.runtime.train.process",
+    "main_first": "meshplan.runtime.train.process",
+    "seed_everything": "meshplan.runtime.train.process",
     "chunked_loss": "meshplan.runtime.train.step",
     "loss_parallel": "meshplan.runtime.train.step",
     "register_grad_hook": "meshplan.runtime.train.grad_hooks",

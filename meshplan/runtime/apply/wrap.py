@@ -25,6 +25,7 @@ from meshplan.runtime.apply.data.data import apply_data_parallel, keep_evaluatio
 from meshplan.runtime.apply.data.gradients import agree_on_gradients
 from meshplan.runtime.apply.data.trainability import follow_trainability
 from meshplan.runtime.apply.experts.experts import apply_expert_parallel
+from meshplan.runtime.apply.generation import align_generate
 from meshplan.runtime.apply.loss.chunked_loss import apply_chunked_loss
 from meshplan.runtime.apply.loss.loss_weights import History
 from meshplan.runtime.apply.offload import apply_host_activations
@@ -165,6 +166,7 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues)
     keep_evaluation_apart(model, plan)
     take_mixed_one_by_one()
     if not is_fake_execution():  # These checks compare values, which fake tensors lack.
+        align_generate(model, plan, mesh)
         watch_first_step(wrapped, plan, mesh)
         watch_replicas(model, plan, mesh)
         prove_first_forward(wrapped, plan, mesh)

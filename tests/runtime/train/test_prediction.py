@@ -1,8 +1,8 @@
 """`predict`: every sample once, in order, under every plan.
 
 Which seeded bug would this catch? Samples that fill up the last batch in the result, samples in
-the order of ranks instead of the dataset, ranks along tp or pp that count twice, a sequence of which
-only one rank's tokens are kept, or a model that stays in evaluation mode.
+the order of ranks instead of the dataset, ranks along tp or pp that count twice, a sequence
+of which only one rank's tokens are kept, or a model that stays in evaluation mode.
 """
 
 from __future__ import annotations

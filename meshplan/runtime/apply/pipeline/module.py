@@ -140,6 +140,12 @@ class PipelinedModule(nn.Module):
             hidden = vars(self).get("_hidden")
             if hidden is None or not hasattr(hidden[0], name):
                 raise
+        if name == "generate":
+            raise AttributeError(
+                "a pipelined model cannot generate, because each token would pass through all "
+                "stages: save the model with meshplan.save_pretrained, and generate from it under "
+                "a plan without pp, or in one process"
+            )
         raise AttributeError(
             f"'{name}' of the model is not on this rank, which holds only some pipeline stages: "
             "use meshplan.train_step(model, ...) to train, model.eval_step(inputs) for the output, "
