@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from meshplan.runtime.state.pretrained import load_pretrained as load_pretrained
     from meshplan.runtime.state.pretrained import save_pretrained as save_pretrained
     from meshplan.runtime.state.save import save as save
+    from meshplan.runtime.train.callbacks import Callback as Callback
     from meshplan.runtime.train.dataloader import dataloader as dataloader
     from meshplan.runtime.train.ema import EMA as EMA
     from meshplan.runtime.train.evaluation import eval_step as eval_step
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from meshplan.runtime.train.process import is_main as is_main
     from meshplan.runtime.train.process import main_first as main_first
     from meshplan.runtime.train.process import seed_everything as seed_everything
+    from meshplan.runtime.train.run import Run as Run
     from meshplan.runtime.train.state import full_state_dict as full_state_dict
     from meshplan.runtime.train.step import chunked_loss as chunked_loss
     from meshplan.runtime.train.step import local_batch as local_batch
@@ -67,6 +69,8 @@ _ROOMS = {
     "eval_step": "meshplan.runtime.train.evaluation",
     "predict": "meshplan.runtime.train.prediction",
     "reduce": "meshplan.runtime.train.evaluation",
+    "Run": "meshplan.runtime.train.run",
+    "Callback": "meshplan.runtime.train.callbacks",
     "EMA": "meshplan.runtime.train.ema",
     "is_main": "meshplan.runtime.train.process",
     "main_first": "meshplan.runtime.train.process",

@@ -76,6 +76,8 @@ NOT_OURS = {
     "eval_step": "a float",
     "predict": "tensors",
     "reduce": "a float or a tensor",
+    "Run": "an object that records; what it records is tested below",
+    "Callback": "an object of the user's",
     "EMA": "an object with a context manager",
     "is_main": "a bool",
     "main_first": "a context manager",

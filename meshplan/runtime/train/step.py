@@ -34,6 +34,7 @@ from meshplan.runtime.comparisons.given import note_size
 from meshplan.runtime.comparisons.optimizers import unknown_to_model
 from meshplan.runtime.comparisons.steps import StepCheck
 from meshplan.runtime.train.gradient_scale import clip_grad_norm_, unscale
+from meshplan.runtime.train.run import recorded
 from meshplan.runtime.watch.guard import guarded
 
 
@@ -62,6 +63,7 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
     return mapped(batch, local)
 
 
+@recorded
 @guarded("train_step")
 @weighing()
 def train_step(

@@ -1,0 +1,256 @@
+"""`Run`: what the steps of a training took, while it trains and in one file at its end."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.files import write_bytes
+from meshplan.runtime.apply.wrap import applied
+from meshplan.runtime.base.mesh import device
+from meshplan.runtime.base.phases import heard_by
+from meshplan.runtime.train.callbacks import Callback, StepRecord, callbacks_of
+from meshplan.runtime.watch.guard import guarded
+from meshplan.version import __version__
+
+_Step = TypeVar("_Step", bound=Callable[..., float])
+
+RUN_FILE: Final = "run.json"
+FORMAT: Final = "meshplan/run/1"
+WARM_UP: Final = 10
+"""First steps that the medians leave out: torch makes its buffers and meshplan compares more."""
+
+_PHASES: Final = {
+    "forward": "forward", "loss": "forward", "backward": "backward", "step": "optimizer",
+}  # fmt: skip
+"""Name of a phase in a record, by the name with which `train_step` announces it."""
+
+_runs: WeakKeyDictionary[nn.Module, Run] = WeakKeyDictionary()
+"""The open run of a model."""
+
+
+class Run:
+    """Records the training steps of a model: `metrics.csv` while it trains, `run.json` at the end.
+
+    All ranks make one, around the loop. Each `train_step` of the model becomes a `StepRecord`, for
+    which rank 0 calls the callbacks. At the end, all ranks give their peaks of memory, and rank 0
+    writes run.json, which `meshplan compare` holds against what a plan predicts.
+
+    Args:
+        folder: Folder for the files, which is made if it does not exist.
+        model: The module that `parallelize` returned.
+        callbacks: Names of writers ("csv", "tensorboard", "wandb") and `Callback` objects.
+        step: Steps that were taken before, as `meshplan.load` returns them in `.step`.
+
+    Raises:
+        ApplyError: The model has an open run, there is no such writer, or its package is missing.
+
+    Example:
+        >>> with meshplan.Run("runs/first", model) as run:
+        ...     for inputs, targets in loader:
+        ...         meshplan.train_step(model, optimizer, inputs, targets, loss_fn)
+        ...         run.log(lr=scheduler.get_last_lr()[0])
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        callbacks: Sequence[str | Callback] = ("csv",),
+        step: int = 0,
+    ) -> None:
+        state = applied(model)
+        if model in _runs:
+            what = f"the model is recorded in {_runs[model].folder} already"
+            raise ApplyError(Problem(what, fix="close that run first"))
+        self.folder: Path = Path(folder)
+        self.step = step
+        self._model, self._plan = model, state.plan
+        self._callbacks = callbacks_of(callbacks)
+        self._first = step + 1
+        self._clock = _Clock()
+        self._last: StepRecord | None = None
+        self._records: list[StepRecord] = []
+        with guarded("Run"):
+            if _is_writer():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for callback in self._callbacks:
+                    callback.on_start(self.folder, self._first)
+        _runs[model] = self
+        self._clock.restart()
+
+    def log(self, **values: float) -> None:
+        """Add numbers to the record of the step that was taken last.
+
+        Raises:
+            ApplyError: No step was taken yet, or a value is not a number.
+        """
+        if self._last is None:
+            raise ApplyError(
+                Problem("log was called before the first step", fix="call it after train_step")
+            )
+        last, numbers = self._last, dict(self._last.values)
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            if not isinstance(value, int | float):
+                raise ApplyError(Problem(f"{name} is not a number: {value!r}"))
+            numbers[name] = value
+        self._last = StepRecord(last.step, last.loss, last.seconds, last.phases, numbers)
+
+    def _record(self, take_step: Callable[[], float]) -> float:
+        """Take a training step, and keep its record until the next one."""
+        with self._clock.taking_step():
+            loss = take_step()
+        self._emit()
+        self.step += 1
+        seconds, phases = self._clock.read()
+        self._last = StepRecord(self.step, loss, seconds, phases)
+        return loss
+
+    def _emit(self) -> None:
+        if self._last is not None:
+            self._records.append(self._last)
+            last, self._last = self._last, None
+            for callback in self._callbacks if _is_writer() else ():
+                callback.on_step(last)
+
+    def close(self) -> Mapping[str, Any]:
+        """End the run and return the content of run.json. All ranks call it."""
+        return self._close("")
+
+    def _close(self, failure: str) -> Mapping[str, Any]:
+        if _runs.get(self._model) is not self:
+            raise ApplyError(Problem(f"the run in {self.folder} was closed already"))
+        del _runs[self._model]
+        self._emit()
+        summary = self._summary(failure)
+        if _is_writer():
+            content = json.dumps(summary, indent=2) + "\n"
+            write_bytes(self.folder / RUN_FILE, content.encode(), "the run")
+            for callback in self._callbacks:
+                callback.on_end(summary)
+        return summary
+
+    def _summary(self, failure: str) -> dict[str, Any]:
+        timed = self._records[WARM_UP:] or self._records[1:] or self._records
+        phases = {
+            name: statistics.median(record.phases[name] for record in timed)
+            for name in (timed[0].phases if timed else ())
+        }
+        own = _peaks()
+        every: list[Any] = [own] * dist.get_world_size()
+        if not failure:  # After a failure, other ranks may be gone.
+            with guarded("Run.close"):
+                dist.all_gather_object(every, own)
+        return {
+            "format": FORMAT,
+            "meshplan": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": _device_name(),
+            "plan": self._plan.digest(),
+            "ranks": dist.get_world_size(),
+            "failure": failure,
+            "steps": {"first": self._first, "last": self.step, "timed": len(timed)},
+            "loss": self._records[-1].loss if self._records else None,
+            "step_s": statistics.median(r.seconds for r in timed) if timed else None,
+            "phases_s": phases,
+            "peak_bytes": [peak for peak, _ in every] if not failure else [],
+            "reserved_bytes": [reserved for _, reserved in every] if not failure else [],
+        }
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close("" if kind is None else f"{kind.__name__}: {error}")
+
+
+def recorded(train_step: _Step) -> _Step:
+    """Let the open run of a model, if any, record each call of `train_step`."""
+
+    @functools.wraps(train_step)
+    def taken(model: nn.Module, *args: Any, **kwargs: Any) -> float:
+        run = _runs.get(model) if isinstance(model, nn.Module) else None
+        if run is None:
+            return train_step(model, *args, **kwargs)
+        return run._record(lambda: train_step(model, *args, **kwargs))
+
+    return cast(_Step, taken)
+
+
+class _Clock:
+    """Times the phases of steps: on an accelerator with events, on the CPU with its clock."""
+
+    def __init__(self) -> None:
+        self._where = device()
+        self._marks: list[tuple[str, Any]] = []
+
+    def restart(self) -> None:
+        """Begin the first step's "data"."""
+        self._marks = [("data", self._now())]
+
+    def taking_step(self) -> Any:
+        """Return a context in which the phases of a step are heard."""
+        return heard_by(self._hear)
+
+    def _hear(self, phase: str) -> None:
+        self._marks.append((_PHASES[phase], self._now()))
+
+    def read(self) -> tuple[float, dict[str, float]]:
+        """End a step; return its seconds, and those of each phase."""
+        end = self._now()
+        marks, self._marks = self._marks, [("data", end)]
+        phases = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.0)
+        for (name, begun), (_, ended) in zip(marks, [*marks[1:], ("", end)], strict=True):
+            phases[name] += self._between(begun, ended)
+        return sum(phases.values()), phases
+
+    def _now(self) -> Any:
+        if self._where.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._where, enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, begun: Any, ended: Any) -> float:
+        if self._where.type == "cpu":
+            return float(ended - begun)
+        ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1e3
+
+
+def _is_writer() -> bool:
+    return dist.get_rank() == 0
+
+
+def _peaks() -> tuple[int | None, int | None]:
+    """Return the largest (allocated, reserved) bytes of this rank so far; None on the CPU."""
+    if device().type != "cuda":
+        return None, None
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if device().type == "cuda" else device().type

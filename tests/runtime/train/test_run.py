@@ -1,0 +1,147 @@
+"""`Run`: a record of every step, rows that survive a crash, and a summary of all ranks.
+
+Which seeded bug would this catch? Phases that overlap or miss a part of the step, rows twice after
+a load, a summary of rank 0 alone, a callback on every rank, or a run that stays open after an error.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import time
+import types
+
+import pytest
+
+import meshplan
+from meshplan.errors import ApplyError
+from tests.helpers.stated import LAYOUTS, Job, plan_of
+
+
+class Counts(meshplan.Callback):
+    def __init__(self):
+        self.steps, self.summary = [], None
+
+    def on_step(self, record):
+        self.steps.append(record)
+
+    def on_end(self, summary):
+        self.summary = summary
+
+
+def recorded(layout, folder):
+    job, counts = Job(plan_of(layout)), Counts()
+    with meshplan.Run(folder, job.model, callbacks=("csv", counts)) as run:
+        with pytest.raises(ApplyError, match="before the first step"):
+            run.log(lr=1.0)
+        begun = time.perf_counter()
+        losses = []
+        for number in range(4):
+            losses += job.train(1)
+            run.log(lr=job.scheduler.get_last_lr()[0])
+            if number == 2:
+                time.sleep(0.4)
+                run.log(accuracy=0.5)
+        seconds = time.perf_counter() - begun
+        with pytest.raises(ApplyError, match="recorded in"):
+            meshplan.Run(folder, job.model)
+    job.train(1)  # Not recorded: the run was closed.
+    return losses, seconds, counts.steps, counts.summary
+
+
+@pytest.mark.parametrize("layout", ["full_shard", "pp"])
+def test_every_step_is_recorded_once(pool, tmp_path, layout):
+    world = LAYOUTS[layout].world
+    ranks = pool(world).run(recorded, layout, tmp_path)
+    losses, seconds, steps, summary = ranks[0]
+    assert all(not other_steps for _, _, other_steps, _ in ranks[1:])
+    assert [record.step for record in steps] == [1, 2, 3, 4]
+    assert [record.loss for record in steps] == losses
+    assert [dict(record.values).keys() for record in steps] == [
+        {"lr"}, {"lr"}, {"lr", "accuracy"}, {"lr"},
+    ]  # fmt: skip
+    for record in steps:
+        assert record.seconds == pytest.approx(sum(record.phases.values()))
+        assert min(record.phases["forward"], record.phases["backward"]) > 0
+    assert steps[3].phases["data"] >= 0.4  # The loop slept before this step.
+    assert sum(record.seconds for record in steps) == pytest.approx(seconds, abs=0.3)
+    with open(tmp_path / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in rows] == losses
+    assert [row["accuracy"] for row in rows] == ["", "", "0.5", ""]
+    assert json.loads((tmp_path / "run.json").read_text()) == summary
+    assert summary["steps"] == {"first": 1, "last": 4, "timed": 3}
+    assert summary["ranks"] == len(summary["peak_bytes"]) == world
+
+
+def interrupted(job, folder):
+    with meshplan.Run(folder, job.model, step=2):
+        job.train(2)
+        raise OSError("no disk")
+
+
+def going_on(folder):
+    job = Job(plan_of("one"))
+    with meshplan.Run(folder, job.model):
+        job.train(3)
+    with pytest.raises(OSError, match="no disk"):
+        interrupted(job, folder)
+    with meshplan.Run(folder, job.model, step=4) as run:
+        job.train(1)
+    with pytest.raises(ApplyError, match="closed already"):
+        run.close()
+
+
+def test_a_run_goes_on_in_the_same_file(tmp_path):
+    meshplan_runs = tmp_path / "runs"
+    going_on(meshplan_runs)
+    with open(meshplan_runs / "metrics.csv", newline="") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3", "4", "5"]
+    assert json.loads((meshplan_runs / "run.json").read_text())["failure"] == ""
+
+
+class Fake(types.ModuleType):
+    """Stands for wandb: it keeps what it is given."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.logged, self.summary, self.arguments = [], {}, {}
+
+    def init(self, **arguments):
+        self.arguments = arguments
+        return self
+
+    def log(self, row, step):
+        self.logged.append((step, row["loss"]))
+
+    def finish(self):
+        self.logged.append("finished")
+
+
+def test_writers_by_name(tmp_path, monkeypatch):
+    job, fake = Job(plan_of("one")), Fake()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with meshplan.Run(tmp_path, job.model, callbacks=["wandb"]):
+        (loss,) = job.train(1)
+    assert fake.logged == [(1, loss), "finished"]
+    assert fake.summary["loss"] == loss
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ApplyError, match="wandb is not installed"):
+        meshplan.Run(tmp_path, job.model, callbacks=["wandb"])
+    with pytest.raises(ApplyError, match="'cvs' is neither"):
+        meshplan.Run(tmp_path, job.model, callbacks=["cvs"])
+
+
+def test_tensorboard_gets_every_number(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    job = Job(plan_of("one"))
+    with meshplan.Run(tmp_path, job.model, callbacks=["tensorboard"]) as run:
+        losses = job.train(2)
+        run.log(lr=0.5)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [e.value for e in events.Scalars("loss")] == pytest.approx(losses)
+    assert [e.step for e in events.Scalars("lr")] == [2]
