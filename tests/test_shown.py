@@ -76,7 +76,7 @@ NOT_OURS = {
     "eval_step": "a float",
     "predict": "tensors",
     "reduce": "a float or a tensor",
-    "Run": "an object that records; what it records is tested below",
+    "Run": "an object that records",
     "Callback": "an object of the user's",
     "EMA": "an object with a context manager",
     "is_main": "a bool",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
+from meshplan.api import checking
 from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
 from meshplan.cost.calibration import profile_from, read_profile, write_profile
-from meshplan.errors import Origin, Problem, SpecError
+from meshplan.errors import MeshplanError, Origin, PlanError, Problem, SpecError
 from meshplan.files import check_writable
 from meshplan.garbage import collecting_rarely
 from meshplan.memory.log.torch_version import installed, unlike
@@ -29,9 +31,11 @@ from meshplan.textbook.inputs import read_limit
 
 if TYPE_CHECKING:
     from meshplan.cost.profile import Profile
+    from meshplan.memory import MemoryEstimate
     from meshplan.planner.answers.difference import PlanDifference
     from meshplan.planner.answers.explain import WhyNot
     from meshplan.planner.answers.infeasible import Trouble
+    from meshplan.planner.answers.measured import RunComparison
     from meshplan.planner.answers.module import ModuleAnswer
     from meshplan.planner.answers.written import Written
     from meshplan.planner.lock.lock import Lock
@@ -277,6 +281,48 @@ def compare(
     measured = read_profile(Path(profile), Origin("--profile")) if profile is not None else None
     sides = zip((old, new), known, strict=True)
     return difference(*(side_of(name, plan, measured, figures) for (name, plan), figures in sides))
+
+
+def compare_run(
+    path: str | os.PathLike[str],
+    plan: PlanSource | Source,
+    overrides: Sequence[str] = (),
+    *,
+    tolerance: float = 0.1,
+    report: Callable[[str], None] = lambda text: None,
+    **given: Unpack[SourceArguments],
+) -> RunComparison:
+    """Compare what a run took with what its plan predicts: seconds, memory, collectives.
+
+    Args:
+        path: The run.json that `meshplan.Run` wrote.
+        plan: The plan of the run: a plan file, its content as a mapping, or a whole `Source`.
+        overrides: `KEY=VALUE` statements that change the plan.
+        tolerance: Relative error up to which a prediction holds.
+        report: Called with lines on the progress.
+        given: The model and the machine, by the names of `Source`.
+
+    Raises:
+        SpecError: The run or the plan cannot be read, or they have other numbers of ranks.
+        PlanError: The plan does not suit the model.
+    """
+    from meshplan.planner.answers.difference import figures_of
+    from meshplan.planner.answers.measured import compare_run, read_run
+
+    run, source = read_run(path), source_of(plan, overrides, **given)
+    decided = checking.decide(source, noted=report)
+    memory: MemoryEstimate | MeshplanError
+    try:
+        memory = checking.estimate_memory(source, fixes=False, report=report)
+    except MeshplanError as error:
+        memory = error
+    known = None
+    if not decided.graph.config:
+        with suppress(PlanError, SpecError):  # The comparison says that the seconds are unknown.
+            known = figures_of(search_plan(source, report=report), decided).get("step_s")
+    named = source.profile or profile_of_lock(decided.spec.source)
+    profile = read_profile(Path(named), Origin("--profile")) if named is not None else None
+    return compare_run(run, decided, memory, known, profile=profile, tolerance=tolerance)
 
 
 def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, Lock] | None:

@@ -286,7 +286,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb("check", "find the mistakes of a plan before a process starts", _check_flags, _check),
     *planning.VERBS,
-    diff.VERB,
+    *diff.VERBS,
     *draw.VERBS,
     *report.VERBS,
     trust.VERB,

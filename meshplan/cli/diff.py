@@ -1,4 +1,4 @@
-"""`meshplan diff`: compare two plans, or two locks."""
+"""`meshplan diff`: compare two plans, or two locks. `compare`: a run with its plan."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from meshplan.cli.common import (
     Verb,
     answer,
     answer_json,
+    machine_flags,
     model_flags,
+    noting,
     print_notes,
     profile_flag,
+    source_of,
 )
 from meshplan.errors import MeshplanError, Problem, SpecError
 
@@ -72,6 +75,42 @@ def _print_difference(args: argparse.Namespace, found: PlanDifference, notes: Se
     return YES if found.is_same else NO
 
 
-VERB = Verb(
-    "diff", "compare two plans: which decisions differ, and what that costs", _diff_flags, _diff
-)
+def _compare_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_file", metavar="RUN", help="the run.json that meshplan.Run wrote")
+    for add in (model_flags, machine_flags, profile_flag):
+        add(parser)
+    parser.add_argument(
+        "--within", metavar="PERCENT", type=float, default=10.0,
+        help="relative error up to which a prediction holds (default 10)",
+    )  # fmt: skip
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from meshplan.api import planning
+    from meshplan.render.plans.measured import comparison_to_json, comparison_to_text
+
+    if not args.within >= 0:
+        what = f"--within is {args.within:g}, but a relative error cannot be negative"
+        raise SpecError(Problem(what))
+    notes: list[str] = []
+    source = source_of(args)
+    found = planning.compare_run(
+        args.run_file, source, tolerance=args.within / 100, report=noting(args, notes)
+    )
+    if args.json:
+        answer_json(args, "compare/1", comparison_to_json(found), notes)
+    else:
+        answer(args, *comparison_to_text(found))
+    return NO if found.apart else YES
+
+
+VERBS: tuple[Verb, ...] = (
+    Verb(
+        "diff", "compare two plans: which decisions differ, and what that costs",
+        _diff_flags, _diff,
+    ),
+    Verb(
+        "compare", "compare what a run took with what its plan predicts",
+        _compare_flags, _compare,
+    ),
+)  # fmt: skip

@@ -30,6 +30,8 @@ from meshplan.errors import MeshplanError, SpecError
 from meshplan.pictures.base.types import SUFFIXES, Picture
 from meshplan.planner.lock.lock import lock_path, read, write
 from meshplan.report.main import Report
+from meshplan.runtime.train.callbacks import write_table
+from meshplan.runtime.train.run import write_summary
 from meshplan.spec.reader import load_spec
 from meshplan.spec.trust import trust
 from meshplan.state.pretrained import INDEX, write_index
@@ -117,12 +119,18 @@ def content_of(kind, folder):
     if kind == "index":
         files = {"a": "1.safetensors", "b": "2.safetensors"}
         return lambda path: write_index(path.parent, files, 8), folder / INDEX
+    if kind == "run":
+        return lambda path: write_summary(path, {"step_s": 1.0}), folder / "run.json"
+    if kind == "metrics":
+        rows = [{"step": 1, "loss": 2.5}]
+        return lambda path: write_table(path, ["step", "loss"], rows), folder / "metrics.csv"
     return picture().save, folder / f"picture{kind}"
 
 
 WRITTEN = {
     "lock": "planner/lock/lock.py", "report": "report/main.py", "profile": "cost/calibration.py",
     "trust": "spec/trust.py", "plan": "cli/starting.py", "index": "state/pretrained.py",
+    "run": "runtime/train/run.py", "metrics": "runtime/train/callbacks.py",
     **dict.fromkeys(SUFFIXES, "pictures/base/types.py"),
 }  # fmt: skip
 """By kind of file, where the package writes it."""

@@ -20,6 +20,7 @@ import pytest
 
 from meshplan.cli.app import VERBS, main
 from meshplan.cost.calibration import profile_from, write_profile
+from meshplan.planner.answers.measured import FORMAT
 from meshplan.runtime import calibrate
 from meshplan.spec import trust
 from meshplan.state.safetensors import TensorEntry, write
@@ -38,7 +39,7 @@ ROWS = {
     and row[0].isalpha()
 }
 FILES = {"plan": "plan.yaml", "lock": "plan.lock.yaml", "config": "config.json",
-         "profile": "profile.json"}  # fmt: skip
+         "profile": "profile.json", "run.json": "run.json"}  # fmt: skip
 """What the table calls the files of a person."""
 DECOYS = ("matplotlibrc", ".env", "pyproject.toml", "setup.cfg", "hardware.json", "generation.json",
           "generation_config.json", "tokenizer.json", "adapter_config.json", "torch.py", "numpy.py",
@@ -101,6 +102,7 @@ WORDS = {
     "gpus": "", "schema": "", "completion": "bash",
     "estimate": "-f {plan}", "check": "-f {plan}", "plan": "-f {plan} --profile {profile}",
     "explain": "why mesh.dp_shard -f {plan}", "diff": "{plan} {lock}",
+    "compare": "{folder}/run.json -f {plan} --profile {profile}",
     "calibrate": "--out {folder}/mine.json", "show": "-f {plan}",
     "draw": "--what mesh -f {plan} -o {folder}/mesh.svg", "report": "-f {plan} -o {folder}/it.html",
     "trust": "{plan}", "verify": "-f {plan}", "state": "{folder}/states -f {plan}",
@@ -115,6 +117,13 @@ def make_state(folder: Path) -> None:
     folder.mkdir()
     entry = TensorEntry("F32", (3,))
     write(folder / "model.safetensors", {"x": entry}, lambda _: (np.zeros(12, np.uint8),))
+
+
+def make_run(folder: Path) -> None:
+    """A run on two ranks of which nothing was measured."""
+    empty = {"step_s": None, "phases_s": {}, "peak_bytes": [], "reserved_bytes": []}
+    run = {"format": FORMAT, "plan": "", "ranks": 2, "device": "cpu", "collectives": [], **empty}
+    (folder / "run.json").write_text(json.dumps(run))
 
 
 def verbs(words: dict[str, str], slow: tuple[str, ...]) -> list[Any]:
@@ -134,6 +143,7 @@ def test_a_verb_reads_and_writes_what_the_page_says(job, tmp_path, verb):
     paths = {kind: tmp_path / name for kind, name in FILES.items()}
     write_profile(profile_from(MADE), paths["profile"])
     make_state(tmp_path / "states")
+    make_run(tmp_path)
     assert main(["plan", "-f", str(plan), "--profile", str(paths["profile"]), "-q"]) == 0
     for name in DECOYS:
         (tmp_path / name).write_text("")
@@ -207,6 +217,7 @@ CODE_WORDS = {
     "init": "-o new.yaml", "gpus": "", "schema": "", "completion": "fish",
     "estimate": "-f plan.yaml", "check": "-f plan.yaml", "plan": "-f plan.yaml --dry-run",
     "explain": "memory -f plan.yaml", "diff": "plan.yaml plan.yaml",
+    "compare": "run.json -f plan.yaml",
     "calibrate": "-f plan.yaml --out mine.json", "show": "-f plan.yaml",
     "draw": "--what memory -f plan.yaml -o it.svg", "report": "-f plan.yaml -o it.html",
     "trust": "plan.yaml", "verify": "-f plan.yaml", "state": "states -f plan.yaml",
@@ -219,6 +230,7 @@ def test_a_verb_runs_what_the_page_says_and_only_when_a_person_says_so(folder, m
     monkeypatch.setattr(calibrate, "ROUNDS", 1)
     monkeypatch.syspath_prepend(folder)  # Where `apply` is looked for.
     make_state(folder / "states")
+    make_run(folder)
     (folder / "evil_code.py").write_text(NAMED)
     (folder / "plan.yaml").write_text((folder / "plan.yaml").read_text() + RULES)
     words = [verb, *CODE_WORDS[verb].split()]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 from meshplan.cost.chain import chain_of
 from meshplan.cost.config import mode_of, offload_of, option_of, plan_as_config
@@ -93,6 +95,12 @@ class Costed:
         )
         self.row = plan_as_config(plan)
 
+    def with_profile(self, profile: Profile) -> Costed:
+        """Return the costs of the same plan with other constants."""
+        other = Costed(self.plan, self.cluster, chain=self.chain)
+        other.profile = profile
+        return other
+
     @cached_property
     def chain(self) -> Chain:
         """The chain of block costs of one tp rank."""
@@ -118,6 +126,23 @@ class Costed:
         stages = self._by_stage(table)
         a, b = (float(each[0]) for each in weights(self.row))
         return a * max(stages) + b * sum(stages) + float(table.once_s[0])
+
+    @cached_property
+    def phases(self) -> Mapping[str, float] | None:
+        """Seconds of "forward", "backward" and "optimizer" of a step, which add up to `seconds`.
+
+        None with a pipeline, in which forwards and backwards take turns.
+        """
+        if self.row["pp"][0] > 1:
+            return None
+        count, chain = int(self.row["microbatches"][0]), self.chain
+        sums = np.zeros(3)
+        for kind, name in zip(chain.order, chain.names, strict=True):
+            found, option = self._terms(kind, self.profile), self.option(name)
+            forward, backward = found.forward_s[0, option], found.backward_s[0, option]
+            last = count * backward + found.ends_s[0, option]
+            sums += (count * forward, last, found.update_s[0])
+        return dict(zip(("forward", "backward", "optimizer"), sums.tolist(), strict=True))
 
     @property
     def tokens(self) -> int:

@@ -6,7 +6,7 @@ import csv
 import importlib
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -81,7 +81,7 @@ class CSVWriter(Callback):
                 reader = csv.DictReader(file)
                 self._columns = list(reader.fieldnames or ())
                 rows = [row for row in reader if _number(row.get("step")) < first_step]
-        self._write(rows)
+        write_table(self._path, self._columns, rows)
 
     def on_step(self, record: StepRecord) -> None:
         row = record.row()
@@ -89,17 +89,19 @@ class CSVWriter(Callback):
             with open(self._path, newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
             self._columns += new
-            self._write(rows)
+            write_table(self._path, self._columns, rows)
         with open(self._path, "a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns).writerow(row)
 
-    def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, self._columns)
-        if self._columns:
-            writer.writeheader()
-        writer.writerows(rows)
-        write_bytes(self._path, text.getvalue().encode(), "the metrics")
+
+def write_table(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows of named values as CSV, with a header if there are columns."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    if columns:
+        writer.writeheader()
+    writer.writerows(rows)
+    write_bytes(path, text.getvalue().encode(), "the metrics")
 
 
 def _number(text: str | None) -> float:

@@ -8,7 +8,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeVar, cast
@@ -22,9 +23,12 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.files import write_bytes
 from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.mesh import device
+from meshplan.runtime.base.optimizer_steps import is_due
 from meshplan.runtime.base.phases import heard_by
+from meshplan.runtime.trace.collectives import counting
 from meshplan.runtime.train.callbacks import Callback, StepRecord, callbacks_of
 from meshplan.runtime.watch.guard import guarded
+from meshplan.traffic import Route
 from meshplan.version import __version__
 
 _Step = TypeVar("_Step", bound=Callable[..., float])
@@ -86,6 +90,7 @@ class Run:
         self._clock = _Clock()
         self._last: StepRecord | None = None
         self._records: list[StepRecord] = []
+        self._routes: Mapping[Route, int] | None = None
         with guarded("Run"):
             if _is_writer():
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -115,13 +120,29 @@ class Run:
 
     def _record(self, take_step: Callable[[], float]) -> float:
         """Take a training step, and keep its record until the next one."""
-        with self._clock.taking_step():
+        with self._clock.taking_step(), self._counting():
             loss = take_step()
         self._emit()
         self.step += 1
         seconds, phases = self._clock.read()
         self._last = StepRecord(self.step, loss, seconds, phases)
         return loss
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count the collectives of one step, in which `train_step` compares no ranks.
+
+        It is the third step at the earliest, when FSDP2 has seen the order of its units.
+        """
+        number = applied(self._model).history.steps + 1
+        is_early = len(self._records) < 2 or is_due(number)
+        if self._routes is not None or is_early or self._plan.assignment.compiled:
+            yield
+            return
+        # Modes are active in one thread only, and backward has its own on an accelerator.
+        with torch.autograd.set_multithreading_enabled(False), counting(self._plan.mesh) as found:
+            yield
+        self._routes = found
 
     def _emit(self) -> None:
         if self._last is not None:
@@ -141,8 +162,7 @@ class Run:
         self._emit()
         summary = self._summary(failure)
         if _is_writer():
-            content = json.dumps(summary, indent=2) + "\n"
-            write_bytes(self.folder / RUN_FILE, content.encode(), "the run")
+            write_summary(self.folder / RUN_FILE, summary)
             for callback in self._callbacks:
                 callback.on_end(summary)
         return summary
@@ -171,6 +191,15 @@ class Run:
             "loss": self._records[-1].loss if self._records else None,
             "step_s": statistics.median(r.seconds for r in timed) if timed else None,
             "phases_s": phases,
+            "collectives": [
+                {
+                    "kind": route.kind,
+                    "axes": list(route.axes),
+                    "count": count,
+                    "bytes": count * route.num_bytes,
+                }
+                for route, count in (self._routes or {}).items()
+            ],
             "peak_bytes": [peak for peak, _ in every] if not failure else [],
             "reserved_bytes": [reserved for _, reserved in every] if not failure else [],
         }
@@ -185,6 +214,11 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         self._close("" if kind is None else f"{kind.__name__}: {error}")
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write a run.json."""
+    write_bytes(path, (json.dumps(summary, indent=2) + "\n").encode(), "the run")
 
 
 def recorded(train_step: _Step) -> _Step:

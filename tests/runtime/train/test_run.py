@@ -1,7 +1,7 @@
 """`Run`: a record of every step, rows that survive a crash, and a summary of all ranks.
 
 Which seeded bug would this catch? Phases that overlap or miss a part of the step, rows twice after
-a load, a summary of rank 0 alone, a callback on every rank, or a run that stays open after an error.
+a load, a summary of rank 0 alone, a callback on every rank, or a run that an error leaves open.
 """
 
 from __future__ import annotations
