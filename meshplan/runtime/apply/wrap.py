@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from meshplan.runtime.apply.parameters.materialize import InitialValues
 from meshplan.runtime.apply.parameters.max_norm import share_looked_up_rows
 from meshplan.runtime.apply.parameters.randomness import give_own_stream
 from meshplan.runtime.apply.pipeline.apply import apply_pipeline
+from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.recompute import apply_recompute
 from meshplan.runtime.apply.tensor_parallel.tensor_parallel import (
     align_gradients,
@@ -43,9 +44,10 @@ from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.forward_calls import routable_units, route_direct_calls
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.optimizer_steps import take_mixed_one_by_one
+from meshplan.runtime.base.parallel_models import find_model
 from meshplan.runtime.checks.detours import refuse_calls_of_parts
 from meshplan.runtime.checks.dp_replicas import watch_replicas
-from meshplan.runtime.checks.forward_writes import watch_forward_writes
+from meshplan.runtime.checks.forward_writes import set_microbatches, watch_forward_writes
 from meshplan.runtime.checks.layouts import check_live
 from meshplan.runtime.checks.local_forward import prove_first_forward
 from meshplan.runtime.checks.outside import refuse_second_derivatives, watch_first_forward
@@ -95,6 +97,22 @@ def applied(model: nn.Module) -> Applied:
             )
         )
     return found
+
+
+def set_accumulate(model: nn.Module, count: int) -> None:
+    """Accumulate gradients over so many microbatches in each step from the next one on.
+
+    Args:
+        model: The module that `parallelize` returned. The plan in its `Applied` changes.
+        count: Number of parts that `train_step` cuts a rank's samples into.
+    """
+    state = applied(model)
+    if state.plan.accumulate == count:
+        return
+    state.plan = find_model(model, "accumulate").plan = replace(state.plan, accumulate=count)
+    stages = model.stage_modules if isinstance(model, PipelinedModule) else [own_module(model)]
+    for module in stages:
+        set_microbatches(module, count)
 
 
 def own_module(model: nn.Module) -> nn.Module:

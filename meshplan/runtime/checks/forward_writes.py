@@ -23,6 +23,7 @@ are compared too, because a write through `.data` does not change the version.
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,11 +62,12 @@ class ForwardWrites:
     """Watches what the forward of one model, or of one pipeline stage, writes on this rank.
 
     Attributes:
+        plan: The model's plan, with its present number of microbatches.
         microbatch: Number of the microbatch that runs next; 0 in loops without microbatches.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-        self._model, self._plan, self._mesh = weakref.ref(model), plan, mesh
+        self._model, self.plan, self._mesh = weakref.ref(model), plan, mesh
         self.microbatch = self._steps = 0
         self._is_first = True
         self._places = {place.name: place for place in places_of(model, plan)}
@@ -155,7 +157,7 @@ class ForwardWrites:
 
     def _repeats(self) -> bool:
         """Return True if this forward is one of several in a training step."""
-        return self._plan.num_microbatches > 1 and torch.is_grad_enabled()
+        return self.plan.num_microbatches > 1 and torch.is_grad_enabled()
 
     # Around one forward of the whole model.
 
@@ -168,7 +170,7 @@ class ForwardWrites:
             group = self._group()
             for place in self._shared.values():
                 dist.broadcast(place.tensor, group=group, group_src=0)
-        if self._is_due() and self._plan.num_parts > 1:
+        if self._is_due() and self.plan.num_parts > 1:
             self._kept = tensor_attributes(self._own_model())
             self._plain = plain_attributes(self._own_model())
             buffers = ((n, p.tensor) for n, p in self._places.items() if p.is_buffer and p.exists)
@@ -248,7 +250,7 @@ class ForwardWrites:
         self, place: TensorPlace, snapshot: TensorSnapshot, module: nn.Module
     ) -> None:
         """Copy the values of a unit's gathered parameter into this rank's shard."""
-        placed = self._plan.assignment.tensors[place.name]
+        placed = self.plan.assignment.tensors[place.name]
         if placed.dtype != placed.compute_dtype:
             raise ApplyError(write_problems.cast_problem(place, placed.compute_dtype))
         now = place.tensor
@@ -293,7 +295,7 @@ class ForwardWrites:
             raise ApplyError(write_problems.microbatch_problem(place))
 
     def _finish(self, output: Any) -> None:
-        if self._is_due() and self._plan.num_parts > 1:
+        if self._is_due() and self.plan.num_parts > 1:
             self._reached |= self._reach.end(output)
             for name, tensor in tensor_attributes(self._own_model()).items():
                 if self._kept.get(name) is not tensor:
@@ -369,10 +371,10 @@ class ForwardWrites:
         if not self._trains(optimizer):
             return
         self._steps += 1
-        if not is_due(self._steps) or self._plan.mesh.size(*GRADIENT_AXES) == 1:
+        if not is_due(self._steps) or self.plan.mesh.size(*GRADIENT_AXES) == 1:
             return
         notes = {n: self._note(n) for n in self._written if self._places[n].exists}
-        every: list[Any] = [None] * self._plan.mesh.size(*GRADIENT_AXES)
+        every: list[Any] = [None] * self.plan.mesh.size(*GRADIENT_AXES)
         dist.all_gather_object(every, notes | self._kept_sums, group=self._group())
         names = sorted({name for each in every for name in each})
         differ = [name for name in names if len({each.get(name) for each in every}) > 1]
@@ -382,7 +384,7 @@ class ForwardWrites:
         for name in differ:
             self._refuse_statistic(name, "ranks")
         found = [self._places[name] for name in differ if name in self._places]
-        if self._plan.assignment.wrapper == "units":
+        if self.plan.assignment.wrapper == "units":
             self._shared |= {place.name: place for place in found}
         new = [place.name for place in found if place.name not in self._statistics]
         self._statistics.update(new)
@@ -398,7 +400,7 @@ class ForwardWrites:
             name: Name of the tensor.
             between: "ranks" or "microbatches", between which the written values differ.
         """
-        allowed = self._plan.spec.batch.per_rank
+        allowed = self.plan.spec.batch.per_rank
         if name in self._reached and name not in self._statistics and not allowed:
             raise ApplyError(write_problems.statistic_problem(name, between))
 
@@ -442,6 +444,16 @@ def writes_in_forward(model: nn.Module) -> bool:
 def _of(model: nn.Module) -> ForwardWrites | None:
     found = _by_model.get(model)
     return None if found is None else found()
+
+
+def set_microbatches(model: nn.Module, accumulate: int) -> None:
+    """Follow a change of the microbatches over which a model accumulates gradients.
+
+    What is watched for several microbatches begins with the first forward that is one of several.
+    """
+    writes = _of(model)
+    if writes is not None:
+        writes.plan = replace(writes.plan, accumulate=accumulate)
 
 
 def begin_microbatch(model: nn.Module, number: int) -> None:

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sized
+from dataclasses import replace
 from typing import Any, Final
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset
 
 from meshplan.errors import ApplyError, Problem, StateError
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.context.batch import sequence_of_rank
 from meshplan.runtime.apply.loss.loss_weights import IGNORED, token_targets
-from meshplan.runtime.apply.wrap import applied
+from meshplan.runtime.apply.wrap import applied, set_accumulate
 from meshplan.runtime.base.batch import mapped
 from meshplan.runtime.base.digest import mark
-from meshplan.runtime.base.mesh import device, device_type
-from meshplan.runtime.train.sample_order import Share, StepSamples, order_of
+from meshplan.runtime.base.mesh import device
+from meshplan.runtime.train.epoch_reader import EpochReader, randomness_kept
+from meshplan.runtime.train.sample_order import Share
 from meshplan.runtime.watch.guard import guarded
 
 _LABELS: Final = "labels"
 """Name of the targets in a batch that is a mapping, as Hugging Face's models call them."""
-
-Sample = tuple[int, int]
-"""(place in the epoch's order, index in the dataset)."""
 
 
 @guarded("dataloader")
@@ -44,6 +40,7 @@ def dataloader(
     drop_last: bool = True,
     num_workers: int = 0,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    accumulate: Mapping[int, int] | None = None,
 ) -> StatefulLoader:
     """Return a loader of this rank's part of every batch of a dataset.
 
@@ -64,6 +61,9 @@ def dataloader(
             by -100, so that they count for nothing: the plan must state `loss: tokens`.
         num_workers: Number of processes that read samples.
         collate_fn: Makes a batch of a list of samples; None for torch's.
+        accumulate: {epoch: microbatches over which each step accumulates gradients from this epoch
+            on}, such as `{0: 8, 4: 4, 8: 1}`, in place of the plan's `batch.accumulate`.
+            `batch_size` is for the plan's number; a microbatch has as many samples under any.
 
     Raises:
         ApplyError: The batch does not divide over data ranks and microbatches, the dataset has less
@@ -72,13 +72,15 @@ def dataloader(
     plan = applied(model).plan
     if seed < 0:
         raise ApplyError(Problem(f"seed is {seed}, but cannot be negative"))
-    share = share_of(plan, batch_size, drop_last=drop_last)
+    share = share_of_rank(plan, batch_size, drop_last=drop_last)
     length = length_of(dataset)
-    _check_length(dataset, length, share, plan, shuffles=shuffle)
+    shares = _shares(share, plan, accumulate or {})
+    for each in shares.values():
+        _check_length(dataset, length, each, plan, shuffles=shuffle)
     check_ranks({"dataset": length, "batch_size": share.batch_size, "shuffle": shuffle,
-                  "seed": seed, "drop_last": drop_last})  # fmt: skip
-    read = EpochReader(dataset, length, share, shuffle, seed, num_workers, collate_fn)
-    return StatefulLoader(read, plan)
+                  "seed": seed, "drop_last": drop_last, "accumulate": accumulate})  # fmt: skip
+    read = EpochReader(dataset, length, shares, shuffle, seed, num_workers, collate_fn)
+    return StatefulLoader(read, model, sets_accumulate=bool(accumulate))
 
 
 class StatefulLoader:
@@ -96,18 +98,19 @@ class StatefulLoader:
     `dataloader` makes it.
     """
 
-    def __init__(self, read: EpochReader, plan: Plan) -> None:
+    def __init__(self, read: EpochReader, model: nn.Module, *, sets_accumulate: bool) -> None:
         self.epoch = 0
         self.samples = 0
-        self._read, self._plan = read, plan
+        self._read, self._plan = read, applied(model).plan
+        self._model, self._sets_accumulate = weakref.ref(model), sets_accumulate
         self._loops = 0
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole epoch."""
+        """Return the number of batches of the whole epoch in which the loader stands."""
         length = self._read.length
         if length is None:
             raise TypeError("the number of batches of an iterable dataset is not known")
-        return self._read.share.num_steps(length)
+        return self._read.share_of(self.epoch).num_steps(length)
 
     def __iter__(self) -> Iterator[Any]:
         self._loops += 1
@@ -118,7 +121,8 @@ class StatefulLoader:
             # known.
             is_empty = yield from self._rest_of_epoch(loop)
         if is_empty:
-            what = f"the dataset gave less than one batch of {self._read.share.batch_size} samples"
+            size = self._read.share_of(self.epoch).batch_size
+            what = f"the dataset gave less than one batch of {size} samples"
             raise ApplyError(
                 Problem(what, fix="use a smaller batch_size; or let __iter__ begin anew")
             )
@@ -133,6 +137,10 @@ class StatefulLoader:
             if block is None:
                 break
             is_empty = False
+            model = self._model()
+            if self._sets_accumulate and model is not None:
+                unit = self._plan.num_microbatches // self._plan.accumulate
+                set_accumulate(model, self._read.share_of(epoch).microbatches // unit)
             if loop != self._loops:
                 raise ApplyError(
                     Problem(
@@ -148,7 +156,7 @@ class StatefulLoader:
 
     def _pass(self, epoch: int, end: int) -> None:
         """Move behind a step, into the next epoch if it was the last one of its own."""
-        length, share = self._read.length, self._read.share
+        length, share = self._read.length, self._read.share_of(epoch)
         self.epoch, self.samples = epoch, end
         if length is not None and not share.num_steps(length - end):
             self.epoch, self.samples = epoch + 1, 0
@@ -197,151 +205,6 @@ class StatefulLoader:
         return counts
 
 
-class EpochReader:
-    """Reads this rank's samples of an epoch, in this process or in workers.
-
-    Args:
-        dataset: The dataset.
-        length: Its number of samples; None for an iterable dataset.
-        share: The samples of each step on this rank.
-        shuffles: If True, each epoch has an order of its own.
-        seed: Seed of orders and of the samples' random numbers.
-        num_workers: Number of processes that read samples.
-        collate: Makes a batch of a list of samples; None for torch's function.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        length: int | None,
-        share: Share,
-        shuffles: bool,
-        seed: int,
-        num_workers: int,
-        collate: Callable[[list[Any]], Any] | None,
-    ) -> None:
-        self.length, self.share = length, share
-        self._dataset, self._shuffles, self._seed = dataset, shuffles, seed
-        self._workers, self._collate = num_workers, collate or default_collate
-        self.pads = not share.drops_last and not share.divides(length)
-
-    def identity(self) -> dict[str, Any]:
-        """Return what a position depends on beside the numbers of epoch and samples."""
-        return {"length": self.length, "shuffle": self._shuffles, "seed": self._seed}
-
-    def batches(self, epoch: int, start: int) -> Iterator[tuple[StepSamples, Any]]:
-        """Yield the batches of an epoch from a position on, each with its place."""
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
-        common: dict[str, Any] = {
-            "num_workers": self._workers,
-            "pin_memory": device_type() != "cpu",
-            # Otherwise torch draws a seed for its workers from the generator of the program.
-            "generator": torch.Generator(),
-        }
-        if self.length is None:
-            stream = _IterableBatches(
-                self._dataset, self.share, self._seed, epoch, start, self._collate
-            )
-            yield from DataLoader(stream, batch_size=None, **common)
-            return
-        order = order_of(self.length, self._seed, epoch, shuffles=self._shuffles)
-        blocks, ahead = itertools.tee(self.share.blocks(start, self.length))
-        places = ([(p, int(order[p % len(order)])) for p in block.places] for block in ahead)
-        samples: Any = _SeededDataset(self._dataset, self._seed, epoch)
-        loader = DataLoader(samples, batch_sampler=places, collate_fn=self._collate, **common)
-        yield from zip(blocks, loader, strict=True)
-
-
-class _SeededDataset:
-    """A map-style dataset of which each sample is read with random numbers of its own."""
-
-    def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
-        self._dataset, self._seeds = dataset, (seed, epoch)
-        inner = dataset
-        while isinstance(inner, Subset):
-            inner = inner.dataset
-        self._reads_lists = hasattr(inner, "__getitems__")
-
-    def __getitem__(self, sample: Sample) -> Any:
-        place, index = sample
-        _draw_from(*self._seeds, place)
-        return self._dataset[index]
-
-    def __getitems__(self, samples: Sequence[Sample]) -> list[Any]:
-        if not self._reads_lists:
-            return [self[sample] for sample in samples]
-        _draw_from(*self._seeds, samples[0][0])
-        found: list[Any] = self._dataset.__getitems__([index for _, index in samples])
-        return found
-
-
-class _IterableBatches(IterableDataset[Any]):
-    """This rank's batches of an iterable dataset.
-
-    Every worker reads the whole dataset and makes every `num_workers`-th batch, because an iterable
-    cannot be entered in the middle.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        share: Share,
-        seed: int,
-        epoch: int,
-        start: int,
-        collate: Callable[[list[Any]], Any],
-    ) -> None:
-        self._dataset, self._share, self._seeds = dataset, share, (seed, epoch)
-        self._start, self._collate = start, collate
-
-    def __iter__(self) -> Iterator[tuple[StepSamples, Any]]:
-        worker, share, start = get_worker_info(), self._share, self._start
-        number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        samples = itertools.islice(self._numbered(), start, None)
-        for turn in itertools.count():
-            step = list(itertools.islice(samples, share.batch_size))
-            if not step or (len(step) < share.batch_size and share.drops_last):
-                return
-            block = share.block(start, start + len(step))
-            if turn % count == number:
-                own = [step[(place - start) % len(step)] for place in block.places]
-                yield block, self._collate(own)
-            start = block.end
-
-    def _numbered(self) -> Iterator[Any]:
-        """Yield the samples; each is made with random numbers of its own."""
-        _draw_from(*self._seeds, 0)
-        samples = iter(self._dataset)
-        for place in itertools.count():
-            _draw_from(*self._seeds, place)
-            try:
-                sample = next(samples)
-            except StopIteration:
-                return
-            yield sample
-
-
-def _draw_from(*numbers: int) -> None:
-    """Let Python, NumPy and torch draw random numbers that follow from `numbers`."""
-    (state,) = np.random.SeedSequence(numbers).generate_state(1)
-    random.seed(int(state))
-    np.random.seed(int(state))
-    torch.default_generator.manual_seed(int(state))
-
-
-@contextmanager
-def randomness_kept() -> Iterator[None]:
-    """Put the random number generators of this process back as they were."""
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])
-
-
 def on_this_rank(batch: Any, plan: Plan) -> Any:
     """Return the samples of a data rank on its device, under cp with its part of the sequence."""
     batch, whole = sequence_of_rank(plan, batch)
@@ -384,7 +247,7 @@ def _without_targets(batch: Any, padded: int) -> Any:
     return mapped(batch, ignored)
 
 
-def share_of(plan: Plan, batch_size: int | None, *, drop_last: bool) -> Share:
+def share_of_rank(plan: Plan, batch_size: int | None, *, drop_last: bool) -> Share:
     """Return the samples of each step on this rank."""
     ranks, microbatches = plan.num_data_ranks, plan.num_microbatches
     unit = ranks * microbatches
@@ -400,6 +263,27 @@ def share_of(plan: Plan, batch_size: int | None, *, drop_last: bool) -> Share:
         raise ApplyError(Problem(what + more, origin, f"use a multiple of {unit}"))
     index = plan.mesh.index(dist.get_rank(), DATA_AXES)
     return Share(batch_size, ranks, index, microbatches, drop_last)
+
+
+def _shares(share: Share, plan: Plan, accumulate: Mapping[int, int]) -> dict[int, Share]:
+    """Return {epoch: the samples of each step from this epoch on}.
+
+    Raises:
+        ApplyError: An epoch or a number of microbatches is out of range.
+    """
+    for epoch, count in accumulate.items():
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise ApplyError(Problem(f"accumulate names the epoch {epoch!r}", fix="use 0, 1, ..."))
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            what = f"accumulate has {count!r} microbatches from epoch {epoch} on"
+            raise ApplyError(Problem(what, fix="use a number from 1"))
+    samples = share.batch_size // plan.accumulate
+    others = share.microbatches // plan.accumulate
+    changed = {
+        epoch: replace(share, batch_size=samples * count, microbatches=others * count)
+        for epoch, count in accumulate.items()
+    }
+    return {0: share, **changed}
 
 
 def length_of(dataset: Any) -> int | None:

@@ -19,13 +19,12 @@ from meshplan.runtime.base.batch import as_arguments, chunked, mapped
 from meshplan.runtime.base.batch_agreement import num_samples
 from meshplan.runtime.base.mesh import gather_into, submesh
 from meshplan.runtime.train.dataloader import (
-    EpochReader,
     check_ranks,
     length_of,
     on_this_rank,
-    randomness_kept,
-    share_of,
+    share_of_rank,
 )
+from meshplan.runtime.train.epoch_reader import EpochReader, randomness_kept
 from meshplan.runtime.train.evaluation import evaluation_mode
 from meshplan.runtime.watch.guard import guarded
 
@@ -73,9 +72,9 @@ def predict(
     """
     state = applied(model)
     plan = state.plan
-    share, length = share_of(plan, batch_size, drop_last=False), length_of(dataset)
+    share, length = share_of_rank(plan, batch_size, drop_last=False), length_of(dataset)
     check_ranks({"dataset": length, "batch_size": share.batch_size})
-    reader = EpochReader(dataset, length, share, False, 0, num_workers, collate_fn)
+    reader = EpochReader(dataset, length, {0: share}, False, 0, num_workers, collate_fn)
     kept: list[Any] = []
     batches, start = reader.batches(0, 0), 0
     with torch.no_grad(), evaluation_mode(model):

@@ -148,8 +148,10 @@ class Run:
         if self._last is not None:
             self._records.append(self._last)
             last, self._last = self._last, None
-            for callback in self._callbacks if _is_writer() else ():
-                callback.on_step(last)
+            if _is_writer():
+                with guarded():  # The other ranks do not wait for one whose callback fails.
+                    for callback in self._callbacks:
+                        callback.on_step(last)
 
     def close(self) -> Mapping[str, Any]:
         """End the run and return the content of run.json. All ranks call it."""

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 import meshplan
 from meshplan.errors import ApplyError, StateError
+from meshplan.runtime.train.sample_order import order_of
 from tests.helpers.pool import Pool
 from tests.helpers.stated import BATCH, LAYOUTS, SEQ_LEN, VOCAB, Model, next_token_loss, plan_of
 
@@ -323,3 +324,62 @@ def test_a_sample_that_cannot_be_read_ends_all_ranks():
     assert other == "the disk is gone"
     assert "rank 1 failed" in one
     assert "the disk is gone" in one
+
+
+def accumulated(layout, schedule):
+    """Rows and losses of each step with as many microbatches as the epoch has."""
+    model = wrapped(layout, batch={"accumulate": 2})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = meshplan.dataloader(Tokens(24), model, batch_size=8, shuffle=True, accumulate=schedule)
+    found = []
+    for _ in range(3):
+        for inputs, targets in loader:
+            loss = meshplan.train_step(model, optimizer, inputs, targets, next_token_loss)
+            found.append((model.meshplan.plan.accumulate, len(inputs), loss))
+    return found, {n: v for n, v in meshplan.full_state_dict(model).items() if "embed" in n}
+
+
+@pytest.mark.parametrize("layout", ["full_shard", "ddp", "pp"])
+def test_accumulation_follows_a_schedule_of_epochs(pool, layout):
+    """The global batches are 8, 4 and 12 samples: 2, 1 and 3 microbatches of a step."""
+    schedule = {0: 2, 1: 1, 2: 3}
+    ranks = pool(LAYOUTS[layout].world).run(accumulated, layout, schedule)
+    (found, weights), *_ = ranks
+    data_ranks = {"full_shard": 4, "ddp": 2, "pp": 1}[layout]
+    expected = [(2, 8)] * 3 + [(1, 4)] * 6 + [(3, 12)] * 2
+    assert [(count, size * data_ranks) for count, size, _ in found] == expected
+    torch.manual_seed(0)
+    alone = Model()
+    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+    losses = []
+    for epoch, (_, size) in zip((0, 1, 2), ((2, 8), (1, 4), (3, 12)), strict=True):
+        order = order_of(24, 0, epoch, shuffles=True).tolist()
+        for start in range(0, 24, size):
+            samples = [Tokens(24)[i] for i in order[start : start + size]]
+            inputs, targets = (torch.stack(each) for each in zip(*samples, strict=True))
+            loss = next_token_loss(alone(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+    assert [loss for _, _, loss in found] == pytest.approx(losses, rel=1e-4)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def wrong_schedule():
+    model = wrapped("one")
+    messages = []
+    for schedule in ({-1: 2}, {0: 0}, {"0": 2}, {1: 100}):
+        with pytest.raises(ApplyError) as error:
+            meshplan.dataloader(Tokens(24), model, batch_size=8, accumulate=schedule)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_wrong_schedules_are_refused(pool):
+    epoch, count, word, many = pool(1).run(wrong_schedule)[0]
+    assert "names the epoch -1" in epoch
+    assert "has 0 microbatches" in count
+    assert "names the epoch '0'" in word
+    assert "no batch of 800" in many
