@@ -8,8 +8,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeVar, cast
@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshplan.errors import ApplyError, Problem
+from meshplan.errors import ApplyError, MeshplanError, Problem
 from meshplan.files import write_bytes
+from meshplan.plan.plan import Plan
+from meshplan.planner.answers.lock_words import figures_of_lock
 from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.optimizer_steps import is_due
@@ -28,7 +30,7 @@ from meshplan.runtime.base.phases import heard_by
 from meshplan.runtime.trace.collectives import counting
 from meshplan.runtime.train.callbacks import Callback, StepRecord, callbacks_of
 from meshplan.runtime.watch.guard import guarded
-from meshplan.traffic import Route
+from meshplan.traffic import Route, forecast
 from meshplan.version import __version__
 
 _Step = TypeVar("_Step", bound=Callable[..., float])
@@ -135,7 +137,7 @@ class Run:
         It is the third step at the earliest, when FSDP2 has seen the order of its units.
         """
         number = applied(self._model).history.steps + 1
-        is_early = len(self._records) < 2 or is_due(number)
+        is_early = self.step < self._first + 1 or is_due(number)
         if self._routes is not None or is_early or self._plan.assignment.compiled:
             yield
             return
@@ -193,15 +195,8 @@ class Run:
             "loss": self._records[-1].loss if self._records else None,
             "step_s": statistics.median(r.seconds for r in timed) if timed else None,
             "phases_s": phases,
-            "collectives": [
-                {
-                    "kind": route.kind,
-                    "axes": list(route.axes),
-                    "count": count,
-                    "bytes": count * route.num_bytes,
-                }
-                for route, count in (self._routes or {}).items()
-            ],
+            "collectives": _listed((self._routes or {}).items()),
+            "predicted": _predicted(self._plan) if _is_writer() else {},
             "peak_bytes": [peak for peak, _ in every] if not failure else [],
             "reserved_bytes": [reserved for _, reserved in every] if not failure else [],
         }
@@ -216,6 +211,34 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         self._close("" if kind is None else f"{kind.__name__}: {error}")
+
+
+def _listed(counts: Iterable[tuple[Route, int]]) -> list[dict[str, Any]]:
+    return [
+        {"kind": route.kind, "axes": list(route.axes), "count": count,
+         "bytes": count * route.num_bytes}
+        for route, count in counts
+    ]  # fmt: skip
+
+
+def _predicted(plan: Plan) -> dict[str, Any]:
+    """Return what is predicted without a search or a trace, else None.
+
+    Seconds and the highest peak are those of the lock beside the plan file; collectives follow from
+    the layouts, unless activations are sent too.
+    """
+    figures: dict[str, float] = {}
+    if os.path.isfile(plan.spec.source):
+        with suppress(MeshplanError):  # A lock of something else predicts nothing.
+            figures = figures_of_lock(plan.spec.source, plan)
+    sent = forecast(plan)
+    return {
+        "step_s": figures.get("step_s"),
+        "peak_bytes": figures.get("peak_bytes"),
+        "collectives": None
+        if sent.unknown
+        else _listed((each.route, each.count) for each in sent.traffic),
+    }
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:

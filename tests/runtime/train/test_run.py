@@ -50,6 +50,14 @@ def recorded(layout, folder):
     return losses, seconds, counts.steps, counts.summary
 
 
+def by_route(collectives):
+    found = {}
+    for each in collectives:
+        key = each["kind"], *each["axes"]
+        found[key] = found.get(key, 0) + each["bytes"]
+    return found
+
+
 @pytest.mark.parametrize("layout", ["full_shard", "pp"])
 def test_every_step_is_recorded_once(pool, tmp_path, layout):
     world = LAYOUTS[layout].world
@@ -72,6 +80,8 @@ def test_every_step_is_recorded_once(pool, tmp_path, layout):
     assert [row["accuracy"] for row in rows] == ["", "", "0.5", ""]
     assert json.loads((tmp_path / "run.json").read_text()) == summary
     assert summary["steps"] == {"first": 1, "last": 4, "timed": 3}
+    if layout == "full_shard":
+        assert by_route(summary["predicted"]["collectives"]) == by_route(summary["collectives"])
     assert summary["ranks"] == len(summary["peak_bytes"]) == world
 
 
