@@ -69,7 +69,7 @@ LEVELS = [
         runtime.estimate
         runtime.live
         runtime.parallelize
-        runtime.verify runtime.demo runtime.local_nodes
+        runtime.verify runtime.demo runtime.doctor runtime.local_nodes
         runtime
         report
         interop
@@ -105,6 +105,7 @@ LATE_BETWEEN = {
     ("api", "ipywidgets"),  # an extra
     ("runtime", "planner"),
     ("cli", "api"),  # numpy
+    ("cli", "launch"),
     ("cli", "memory"),  # what one verb needs only
     ("cli", "pictures"),
     ("cli", "plan"),

@@ -77,6 +77,7 @@ NOT_OURS = {
     "reduce": "a float or a tensor",
     "chunked_loss": "a context manager",
     "loss_parallel": "a context manager",
+    "stop_requested": "a bool",
     "register_grad_hook": "a handle of torch",
     "clip_grad_norm_": "a tensor",
     "gather_batch": "a tensor",

@@ -291,7 +291,7 @@ VERBS: tuple[Verb, ...] = (
     *report.VERBS,
     trust.VERB,
     Verb("verify", "compare a scaled-down plan with one process", _verify_flags, _verify),
-    launching.VERB,
+    *launching.VERBS,
     state.VERB,
     Verb("demo", "train under a plan on this machine and in one process", _demo_flags, _demo),
     *starting.VERBS[1:],

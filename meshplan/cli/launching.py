@@ -1,4 +1,4 @@
-"""`meshplan launch`: start the ranks of a plan with torchrun, here or on each node."""
+"""`meshplan launch` and `doctor`: start the ranks of a plan, and see if a machine is fit for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ import os
 import shlex
 import sys
 
-from meshplan.cli.common import YES, Verb, answer, answer_exactly, answer_json, plan_file
+from meshplan.cli.common import (
+    NO,
+    YES,
+    Verb,
+    answer,
+    answer_exactly,
+    answer_json,
+    model_flags,
+    plan_file,
+    source_of,
+)
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.launch.environment import first_host
 
@@ -129,4 +139,21 @@ def _host(args: argparse.Namespace, nodes: int) -> str:
     raise SpecError(Problem(what, Origin("--host"), f"{fix}all of them on this machine"))
 
 
-VERB = Verb("launch", "start a script on the ranks of a plan, with torchrun", _flags, _launch)
+def _doctor(args: argparse.Namespace) -> int:
+    from meshplan.api.doctor import examine
+    from meshplan.render.doctor import checkup_to_text, checkups_to_json
+
+    found = []
+    for each in examine(source_of(args) if args.file is not None else None):
+        found.append(each)
+        if not args.json:
+            answer(args, *checkup_to_text(each))
+    if args.json:
+        answer_json(args, "doctor/1", checkups_to_json(found))
+    return NO if any(each.problems for each in found) else YES
+
+
+VERBS: tuple[Verb, ...] = (
+    Verb("launch", "start a script on the ranks of a plan, with torchrun", _flags, _launch),
+    Verb("doctor", "see if this machine can train, and under a plan", model_flags, _doctor),
+)

@@ -51,15 +51,14 @@ def run_launchers(
                     subprocess.Popen(command, env=dict(environment), start_new_session=True)
                 )
             failed_at: float | None = None
-            while any(each.poll() is None for each in launchers):
-                failed = failed or next((each.returncode for each in launchers
-                                         if each.returncode), 0)  # fmt: skip
+            while None in (codes := [each.poll() for each in launchers]):
+                failed = failed or next(filter(None, codes), 0)
                 if failed and failed_at is None:
                     failed_at = time.monotonic()
                 if failed_at is not None and time.monotonic() - failed_at > _PATIENCE_S:
                     break
                 time.sleep(_POLL_S)
-            failed = failed or next((each.returncode for each in launchers if each.returncode), 0)
+            failed = failed or next(filter(None, codes), 0)
     finally:
         _end(launchers, grace_s + _PATIENCE_S)
     return failed if failed >= 0 else 128 - failed

@@ -16,7 +16,7 @@ _EXIT_S: Final = 30
 """Seconds between the last SIGKILL and the end of the job."""
 _HOST: Final = "FIRST_NODE"
 _MEETING: Final = f"""\
-    {_HOST}=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    read -r {_HOST} < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 """
 
 _SCRIPT: Final = """\
@@ -38,12 +38,13 @@ cd {folder}
 
 case "${{1:-torchrun}}" in
 torchrun)
-{meeting}    srun --ntasks-per-node=1 --ntasks={nodes} --kill-on-bad-exit=1 \\
+{meeting}    srun --ntasks-per-node=1 --ntasks={nodes} --cpu-bind=none --kill-on-bad-exit=1 \\
         {torchrun}
     ;;
 tasks)
     # parallelize reads rank, ranks and the first node from SLURM's variables.
-    srun --ntasks-per-node={ranks} --ntasks={world} --distribution=block --kill-on-bad-exit=1 \\
+    srun --ntasks-per-node={ranks} --ntasks={world} --distribution=block \\
+        --cpu-bind=none --kill-on-bad-exit=1 \\
         {task}
     ;;
 *)
@@ -62,10 +63,10 @@ def slurm_script(job: TorchrunJob, name: str, python: str) -> str:
         name: Name of the script, for its comments.
         python: The Python that runs on the nodes.
     """
-    folder = os.getcwd()
     exports = {
-        **flight_recorder({}, folder),
+        **flight_recorder({}, "$PWD"),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.grace_s),
+        "OMP_NUM_THREADS": "1",
     }
     torchrun = replace(job, host=_HOST, run_id=_HOST, node_rank=None).command(python)
     line = shlex.join(torchrun)
@@ -78,9 +79,9 @@ def slurm_script(job: TorchrunJob, name: str, python: str) -> str:
         nodes=job.nodes, ranks=job.ranks_per_node, world=job.nodes * job.ranks_per_node,
         name=shlex.quote(name), job=shlex.quote(Path(job.script[0]).stem),
         meeting=_MEETING if job.nodes > 1 else "",
-        signal_s=job.grace_s + _EXIT_S, folder=shlex.quote(folder), torchrun=line,
+        signal_s=job.grace_s + _EXIT_S, folder=shlex.quote(os.getcwd()), torchrun=line,
         task=shlex.join(task),
-        exports="\n".join(f"export {key}={shlex.quote(text)}" for key, text in exports.items()),
+        exports="\n".join(f'export {key}="${{{key}:-{text}}}"' for key, text in exports.items()),
     )  # fmt: skip
 
 
