@@ -60,9 +60,8 @@ def test_it_becomes_torchrun(plan, started, capfd):
 def test_it_prints_the_command(plan, started, capfd):
     assert main(["launch", "--nodes", "1", "--gpus-per-node", "8", "--dry-run", "train.py"]) == 0
     out = capfd.readouterr().out
-    line = shlex.join(
-        [*TORCHRUN, *["--standalone", "--nnodes", "1", "--nproc-per-node", "8", "train.py"]]
-    )
+    size = ["--standalone", "--nnodes", "1", "--nproc-per-node", "8"]
+    line = shlex.join([*TORCHRUN, *size, "train.py"])
     assert out.endswith(f" {line}\n")
     assert "TORCH_FR_BUFFER_SIZE=2000 " in out
     assert main(["launch", "--dry-run", "--host", "a", "--json", "-m", "pkg.train", "x"]) == 0
