@@ -134,13 +134,12 @@ def test_problems_are_an_answer(quick, plan, monkeypatch, capfd):
     out = capfd.readouterr().out
     assert "environment: 1 problem\n" in out
     assert "  problem: GLOO_SOCKET_IFNAME: there is no network interface eth99\n" in out
-    bad = ["--set", "clip_grad_norm=1", "--set", "mesh.tp=3"]
-    assert main(["doctor", "--json", "-f", plan, *bad]) == 1
+    assert main(["doctor", "--json", "-f", plan, "--set", "strategy=ddp"]) == 1
     result = json.loads(capfd.readouterr().out)["result"]
     assert not result["ok"]
     topics = {each["topic"]: each for each in result["topics"]}
     assert topics["environment"]["problems"][0]["file"] == "GLOO_SOCKET_IFNAME"
-    assert "the mesh has 2 x 4 x 3 = 24 devices" in topics["plan"]["problems"][0]["what"]
+    assert "ddp uses dp_replicate only" in topics["plan"]["problems"][0]["what"]
     assert topics["versions"]["facts"]["torch"].startswith("2.")
 
 

@@ -46,9 +46,11 @@ def stop_requested() -> bool:
     with guarded("stop_requested"):
         is_asked = torch.tensor(int(_asked.is_set()), device=device())
         dist.all_reduce(is_asked, op=dist.ReduceOp.MAX)
-        if is_asked.item():
-            _asked.set()
-    return _asked.is_set()
+        agreed = bool(is_asked.item())
+    if agreed:
+        _asked.set()
+    # A signal that came during the all-reduce counts at the next call, which all ranks make.
+    return agreed
 
 
 def _install() -> None:
