@@ -55,4 +55,6 @@ if __name__ == "__main__":
     path, folder, steps = sys.argv[1:]
     every = train(path, folder, int(steps), on_step=note_step)
     place = {name: int(os.environ.get(name, "-1")) for name in PLACE}
-    print(json.dumps({**place, "losses": every[:3] + every[-1:], "steps": len(every)}), flush=True)
+    said = {**place, "losses": every[:3] + every[-1:], "steps": len(every)}
+    sys.stdout.write(json.dumps(said) + "\n")  # At once, so that lines of ranks do not mix.
+    sys.stdout.flush()
