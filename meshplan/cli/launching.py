@@ -51,7 +51,14 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from meshplan.launch.command import GRACE_S, PORT, TorchrunJob, check_script, job_size
+    from meshplan.launch.command import (
+        GRACE_S,
+        PORT,
+        TorchrunJob,
+        check_script,
+        is_own_address,
+        job_size,
+    )
     from meshplan.launch.local import free_port, run_launchers
     from meshplan.spec.reader import load_spec
 
@@ -61,17 +68,20 @@ def _launch(args: argparse.Namespace) -> int:
     has_plan = args.file is not None or not is_stated
     spec = load_spec(plan_file(args), args.set) if has_plan else None
     nodes, ranks = job_size(spec, args.nodes, args.gpus_per_node)
+    host = "localhost" if args.local else _host(args, nodes)
+    is_several = nodes > 1 and not args.local and not args.slurm
     job = TorchrunJob(
         nodes=nodes,
         ranks_per_node=ranks,
         script=args.script,
         is_module=args.module,
-        host="localhost" if args.local else _host(args, nodes),
+        host=host,
         port=args.port or (free_port() if args.local else PORT),
         run_id=args.rdzv_id or args.environment.get("SLURM_JOB_ID", "meshplan"),
         node_rank=args.node_rank,
         max_restarts=args.max_restarts,
         grace_s=GRACE_S if args.grace is None else args.grace,
+        is_host=is_several and is_own_address(host),
     )
     if args.slurm:
         from meshplan.launch.slurm import slurm_script, write_slurm_script

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ class TorchrunJob:
         node_rank: Number of this node; None lets torchrun number the nodes as they arrive.
         max_restarts: How many times all ranks are started again after one has failed.
         grace_s: Seconds between SIGTERM and SIGKILL in which the ranks may save.
+        is_host: True if this node is known to be the first one; if not, torchrun finds it out, by
+            the names of this machine.
     """
 
     nodes: int
@@ -50,6 +53,7 @@ class TorchrunJob:
     node_rank: int | None = None
     max_restarts: int = 0
     grace_s: int = GRACE_S
+    is_host: bool = False
 
     def command(self, python: str = sys.executable) -> list[str]:
         """Return the command line of one node. It does not need torchrun on the PATH.
@@ -63,6 +67,7 @@ class TorchrunJob:
             flags = ["--standalone", *size]  # On a port that is free.
         elif self.node_rank is None:
             flags = [*size, *meeting, "--rdzv-id", self.run_id]
+            flags += ["--rdzv-conf", "is_host=true"] * self.is_host
         else:  # With c10d torchrun numbers the nodes itself, and ignores --node-rank.
             flags = [*size, "--node-rank", str(self.node_rank)]
             flags += ["--master-addr", self.host, "--master-port", str(self.port)]
@@ -85,6 +90,19 @@ class TorchrunJob:
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.grace_s),
         }
         return {**defaults, **environ}
+
+
+def is_own_address(host: str) -> bool:
+    """Return True if an interface of this machine has the address of this name.
+
+    torchrun only looks up the addresses of the machine's own name, of which an interface between
+    nodes may be none.
+    """
+    try:
+        with socket.create_server((host, 0)):
+            return True
+    except OSError:  # Of another machine, or unknown.
+        return False
 
 
 def flight_recorder(environ: Mapping[str, str], folder: str = "") -> dict[str, str]:

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from meshplan.errors import PlanError, SpecError
-from meshplan.launch.command import TorchrunJob, check_script, flight_recorder, job_size
+from meshplan.launch.command import (
+    TorchrunJob,
+    check_script,
+    flight_recorder,
+    is_own_address,
+    job_size,
+)
 from meshplan.launch.slurm import slurm_script, write_slurm_script
 from meshplan.spec.reader import load_spec
 
@@ -38,6 +44,12 @@ def test_several_nodes_meet_at_the_first():
         "python -m torch.distributed.run --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d "
         "--rdzv-endpoint a:7 --rdzv-id j --max-restarts 3 t.py --lr 1"
     )
+
+
+def test_the_first_node_knows_itself_by_its_address():
+    assert "--rdzv-id j --rdzv-conf is_host=true t.py" in line(host="a", run_id="j", is_host=True)
+    assert is_own_address("127.0.0.1")
+    assert not is_own_address("192.0.2.1")  # RFC 5737: an address of documents.
 
 
 def test_a_stated_node_rank_is_not_ignored():
