@@ -84,8 +84,9 @@ def _launch(args: argparse.Namespace) -> int:
         is_host=is_several and is_own_address(host),
     )
     if args.slurm:
-        from meshplan.launch.slurm import slurm_script, write_slurm_script
+        from meshplan.launch.slurm import check_new, slurm_script, write_slurm_script
 
+        check_new(args.slurm)
         text = slurm_script(job, os.path.basename(args.slurm), sys.executable)
         write_slurm_script(args.slurm, text)
         if args.json:

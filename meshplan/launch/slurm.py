@@ -85,14 +85,22 @@ def slurm_script(job: TorchrunJob, name: str, python: str) -> str:
     )  # fmt: skip
 
 
-def write_slurm_script(path: str | os.PathLike[str], text: str) -> None:
-    """Write a script for sbatch to a new file.
+def check_new(path: str | os.PathLike[str]) -> None:
+    """Check that a script can be written to a path where nothing is.
 
     Raises:
-        SpecError: The file exists already, or cannot be written.
+        SpecError: The file exists already, or its folder does not.
     """
     check_writable(path, "the script")
     if os.path.lexists(path):
         what = "this file exists already, and launch replaces nothing"
         raise SpecError(Problem(what, Origin(os.fspath(path)), "name another file: --slurm new.sh"))
+
+
+def write_slurm_script(path: str | os.PathLike[str], text: str) -> None:
+    """Write a script for sbatch to a file.
+
+    Raises:
+        SpecError: The file cannot be written.
+    """
     write_bytes(path, text.encode(), "the script")

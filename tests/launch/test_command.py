@@ -16,7 +16,7 @@ from meshplan.launch.command import (
     is_own_address,
     job_size,
 )
-from meshplan.launch.slurm import slurm_script, write_slurm_script
+from meshplan.launch.slurm import check_new, slurm_script, write_slurm_script
 from meshplan.spec.reader import load_spec
 
 
@@ -166,4 +166,4 @@ def test_both_forms_of_a_slurm_script(tmp_path, monkeypatch, nodes):
     )
     assert "the form is torchrun or tasks, not x" in said("x", code=2)
     with pytest.raises(SpecError, match="exists already, and launch replaces nothing"):
-        write_slurm_script(path, "")
+        check_new(path)
