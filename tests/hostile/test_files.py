@@ -125,7 +125,8 @@ def content_of(kind, folder):
 
 WRITTEN = {
     "lock": "planner/lock/lock.py", "report": "report/main.py", "profile": "cost/calibration.py",
-    "trust": "spec/trust.py", "plan": "cli/starting.py", "sbatch": "launch/slurm.py", "index": "state/pretrained.py",
+    "trust": "spec/trust.py", "plan": "cli/starting.py", "sbatch": "launch/slurm.py",
+    "index": "state/pretrained.py",
     **dict.fromkeys(SUFFIXES, "pictures/base/types.py"),
 }  # fmt: skip
 """By kind of file, where the package writes it."""
