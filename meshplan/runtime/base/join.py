@@ -65,9 +65,10 @@ def join(launched: LaunchedRank, place: str, timeout: timedelta) -> dist.Store:
     Raises:
         ApplyError: A rank is missing, or the ranks contradict each other. All ranks raise the same.
     """
-    store = _connect(launched, timeout)
-    # torchrun's store outlives its ranks, which join it again after a restart.
-    key = f"meshplan/join/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_joins)}"
+    # torchrun's store outlives its ranks. After a restart it still has the addresses of the ranks
+    # before, to which gloo would connect. Therefore all keys of a group have a prefix of their own.
+    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_joins)}"
+    store = dist.PrefixStore(f"meshplan/group/{attempt}", _connect(launched, timeout))
     entry = {
         "rank": launched.rank,
         "world_size": launched.world_size,
@@ -75,16 +76,16 @@ def join(launched: LaunchedRank, place: str, timeout: timedelta) -> dist.Store:
         "place": place,
     }
     try:
-        if store.add(f"{key}/taken/{launched.rank}", 1) > 1:
+        if store.add(f"join/taken/{launched.rank}", 1) > 1:
             what = f"two processes are rank {launched.rank}, the second on {entry['host']}"
-            _decide(store, key, launched, [Problem(what, fix=f"{launched.start}, once")])
+            _decide(store, launched, [Problem(what, fix=f"{launched.start}, once")])
         else:
-            store.set(f"{key}/rank/{launched.rank}", json.dumps(entry))
-            store.add(f"{key}/count", 1)
+            store.set(f"join/rank/{launched.rank}", json.dumps(entry))
+            store.add("join/count", 1)
             if launched.rank == 0:
-                _judge(store, key, launched, timeout)
-        store.wait([f"{key}/verdict"], timeout + timedelta(seconds=_SLACK_S))
-        verdict = json.loads(store.get(f"{key}/verdict"))
+                _judge(store, launched, timeout)
+        store.wait(["join/verdict"], timeout + timedelta(seconds=_SLACK_S))
+        verdict = json.loads(store.get("join/verdict"))
     except dist.DistError as error:
         raise ApplyError(_no_answer(launched, timeout)) from error
     problems = [
@@ -92,7 +93,7 @@ def join(launched: LaunchedRank, place: str, timeout: timedelta) -> dist.Store:
         for what, variable, fix in verdict["problems"]
     ] or list(_other_size(launched, verdict["world_size"]))
     if problems:
-        _see_read(store, key, launched.rank)
+        _see_read(store, launched.rank)
         raise ApplyError(problems)
     return store
 
@@ -123,33 +124,31 @@ def _no_answer(launched: LaunchedRank, timeout: timedelta) -> Problem:
     return Problem(what, Origin("MASTER_ADDR"), f"{fix}machine and a port that is open")
 
 
-def _judge(store: dist.Store, key: str, launched: LaunchedRank, timeout: timedelta) -> None:
+def _judge(store: dist.Store, launched: LaunchedRank, timeout: timedelta) -> None:
     """Read what every rank is, as it comes, and write the verdict; called by rank 0."""
     deadline = time.monotonic() + timeout.total_seconds()
     entries: dict[int, dict[str, Any]] = {}
     missing = set(range(launched.world_size))
-    while missing and not store.check([f"{key}/verdict"]):
-        if store.add(f"{key}/count", 0) > len(entries):
-            for rank in [each for each in missing if store.check([f"{key}/rank/{each}"])]:
+    while missing and not store.check(["join/verdict"]):
+        if store.add("join/count", 0) > len(entries):
+            for rank in [each for each in missing if store.check([f"join/rank/{each}"])]:
                 missing.remove(rank)
-                entries[rank] = json.loads(store.get(f"{key}/rank/{rank}"))
+                entries[rank] = json.loads(store.get(f"join/rank/{rank}"))
             if problems := list(contradictions(entries.values(), launched)):
-                return _decide(store, key, launched, problems)
+                return _decide(store, launched, problems)
         elif time.monotonic() > deadline:
             problem = _missing(missing, launched, timeout)
-            return _decide(store, key, launched, [problem])
+            return _decide(store, launched, [problem])
         else:
             time.sleep(_POLL_S)
-    _decide(store, key, launched, [])
+    _decide(store, launched, [])
 
 
-def _decide(
-    store: dist.Store, key: str, launched: LaunchedRank, problems: Iterable[Problem]
-) -> None:
+def _decide(store: dist.Store, launched: LaunchedRank, problems: Iterable[Problem]) -> None:
     """Write the verdict, unless there is one."""
     told = [(each.what, each.origin.file if each.origin else "", each.fix) for each in problems]
     verdict = {"world_size": launched.world_size, "problems": told}
-    store.compare_set(f"{key}/verdict", "", json.dumps(verdict))
+    store.compare_set("join/verdict", "", json.dumps(verdict))
 
 
 def contradictions(
@@ -192,15 +191,15 @@ def _spell(ranks: Sequence[int]) -> str:
     return f"ranks {named}" + (f" and {len(ranks) - _MOST_NAMED} more" * (len(ranks) > _MOST_NAMED))
 
 
-def _see_read(store: dist.Store, key: str, rank: int) -> None:
+def _see_read(store: dist.Store, rank: int) -> None:
     """Note that this rank has read the verdict; rank 0, which may serve the store, waits for all.
 
     The store may have gone with rank 0 already.
     """
     with suppress(dist.DistError, RuntimeError):
-        store.add(f"{key}/read", 1)
+        store.add("join/read", 1)
         deadline = time.monotonic() + _READ_S
         while rank == 0 and time.monotonic() < deadline:
-            if store.add(f"{key}/read", 0) >= store.add(f"{key}/count", 0):
+            if store.add("join/read", 0) >= store.add("join/count", 0):
                 return
             time.sleep(_POLL_S)
