@@ -24,7 +24,7 @@ from tests.helpers.launched import train
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests/helpers/launched.py"
 MESHPLAN = (sys.executable, "-P", "-m", "meshplan")
-TIMEOUT_S = 120
+TIMEOUT_S = 70
 ENDLESS = 10**6
 PLAN = {
     "version": 1, "hardware": {"nodes": 2, "gpus_per_node": 2}, "strategy": "hybrid_shard",
@@ -49,7 +49,7 @@ def start(*command: object, **variables: str) -> subprocess.Popen[str]:
     environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         [str(word) for word in command], env=environ | variables, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def ended(job: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]], str]:
     try:
         out, err = job.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        job.terminate()
+        os.killpg(job.pid, signal.SIGKILL)
         out, err = job.communicate()
         pytest.fail(f"no end after {TIMEOUT_S} s:\n{out}\n{err[-3000:]}")
     ranks = [json.loads(line) for line in out.splitlines() if line.startswith("{")]

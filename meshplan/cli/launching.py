@@ -56,8 +56,9 @@ def _launch(args: argparse.Namespace) -> int:
         PORT,
         TorchrunJob,
         check_script,
-        is_own_address,
         job_size,
+        own_address,
+        serves_unasked,
     )
     from meshplan.launch.local import free_port, run_launchers
     from meshplan.spec.reader import load_spec
@@ -70,6 +71,7 @@ def _launch(args: argparse.Namespace) -> int:
     nodes, ranks = job_size(spec, args.nodes, args.gpus_per_node)
     host = "localhost" if args.local else _host(args, nodes)
     is_several = nodes > 1 and not args.local and not args.slurm
+    address = own_address(host) if is_several else ""
     job = TorchrunJob(
         nodes=nodes,
         ranks_per_node=ranks,
@@ -81,7 +83,8 @@ def _launch(args: argparse.Namespace) -> int:
         node_rank=args.node_rank,
         max_restarts=args.max_restarts,
         grace_s=GRACE_S if args.grace is None else args.grace,
-        is_host=is_several and is_own_address(host),
+        is_host=is_several and serves_unasked(host, address),
+        address=address,
     )
     if args.slurm:
         from meshplan.launch.slurm import check_new, slurm_script, write_slurm_script

@@ -41,6 +41,7 @@ class TorchrunJob:
         grace_s: Seconds between SIGTERM and SIGKILL in which the ranks may save.
         is_host: True if this node is known to be the first one; if not, torchrun finds it out, by
             the names of this machine.
+        address: Address at which other nodes reach this one; "" lets torchrun take its name.
     """
 
     nodes: int
@@ -54,6 +55,7 @@ class TorchrunJob:
     max_restarts: int = 0
     grace_s: int = GRACE_S
     is_host: bool = False
+    address: str = ""
 
     def command(self, python: str = sys.executable) -> list[str]:
         """Return the command line of one node. It does not need torchrun on the PATH.
@@ -68,6 +70,7 @@ class TorchrunJob:
         elif self.node_rank is None:
             flags = [*size, *meeting, "--rdzv-id", self.run_id]
             flags += ["--rdzv-conf", "is_host=true"] * self.is_host
+            flags += ["--local-addr", self.address] if self.address else []
         else:  # With c10d torchrun numbers the nodes itself, and ignores --node-rank.
             flags = [*size, "--node-rank", str(self.node_rank)]
             flags += ["--master-addr", self.host, "--master-port", str(self.port)]
@@ -92,17 +95,41 @@ class TorchrunJob:
         return {**defaults, **environ}
 
 
-def is_own_address(host: str) -> bool:
-    """Return True if an interface of this machine has the address of this name.
+def own_address(host: str) -> str:
+    """Return the address of this machine on the way to a host; "" if the host is not known.
 
-    torchrun only looks up the addresses of the machine's own name, of which an interface between
-    nodes may be none.
+    torchrun would publish the machine's name, whose address may be of another interface.
     """
     try:
-        with socket.create_server((host, 0)):
-            return True
-    except OSError:  # Of another machine, or unknown.
-        return False
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, PORT))  # Sends nothing, but chooses the interface.
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def serves_unasked(host: str, own: str) -> bool:
+    """Return True if this node is the first one, but torchrun would not find that out.
+
+    torchrun only looks up the addresses of the machine's own name. If no node serves the
+    rendezvous, all of them wait for it.
+
+    Args:
+        host: The first node.
+        own: The address of this machine on the way to it.
+    """
+    return (
+        own in _addresses(host)
+        and not own.startswith("127.")
+        and own not in _addresses(socket.gethostname())
+    )
+
+
+def _addresses(name: str) -> list[str]:
+    try:
+        return socket.gethostbyname_ex(name)[2]
+    except OSError:  # The name is not known.
+        return []
 
 
 def flight_recorder(environ: Mapping[str, str], folder: str = "") -> dict[str, str]:

@@ -43,12 +43,23 @@ def started(monkeypatch):
 
 
 def test_it_becomes_torchrun(plan, started, capfd):
-    words = ["--host", "head", "--max-restarts", "3", "train.py", "--lr", "1", "-f", "x", "--json"]
+    words = [
+        "--host",
+        "no-such-host",
+        "--max-restarts",
+        "3",
+        "train.py",
+        "--lr",
+        "1",
+        "-f",
+        "x",
+        "--json",
+    ]
     main(["launch", "-f", plan, *words])
     ((program, command, environ),) = started
     assert (program, command) == (sys.executable, [
         *TORCHRUN, "--nnodes", "2", "--nproc-per-node", "4", "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", "head:29400", "--rdzv-id", "meshplan", "--max-restarts", "3",
+        "--rdzv-endpoint", "no-such-host:29400", "--rdzv-id", "meshplan", "--max-restarts", "3",
         "train.py", "--lr", "1", "-f", "x", "--json"])  # fmt: skip
     assert environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     assert "PYTHONSAFEPATH" not in environ  # The script imports what lies beside it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from importlib import util
 from pathlib import Path
@@ -13,8 +14,9 @@ from meshplan.launch.command import (
     TorchrunJob,
     check_script,
     flight_recorder,
-    is_own_address,
     job_size,
+    own_address,
+    serves_unasked,
 )
 from meshplan.launch.slurm import check_new, slurm_script, write_slurm_script
 from meshplan.spec.reader import load_spec
@@ -47,9 +49,22 @@ def test_several_nodes_meet_at_the_first():
 
 
 def test_the_first_node_knows_itself_by_its_address():
-    assert "--rdzv-id j --rdzv-conf is_host=true t.py" in line(host="a", run_id="j", is_host=True)
-    assert is_own_address("127.0.0.1")
-    assert not is_own_address("192.0.2.1")  # RFC 5737: an address of documents.
+    said = line(host="a", run_id="j", is_host=True, address="10.0.0.1")
+    assert "--rdzv-id j --rdzv-conf is_host=true --local-addr 10.0.0.1 t.py" in said
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert own_address("no such host") == ""
+
+
+@pytest.mark.parametrize(
+    ("own", "of_name", "is_asked"),
+    [("10.0.0.1", ["10.9.9.9"], True), ("10.0.0.1", ["10.0.0.1"], False),
+     ("10.0.0.2", ["10.9.9.9"], False), ("127.0.0.1", ["10.9.9.9"], False)],
+)  # fmt: skip
+def test_torchrun_is_told_only_what_it_would_not_find(monkeypatch, own, of_name, is_asked):
+    known = {"first": ["10.0.0.1"], "here": of_name, "loopback": ["127.0.0.1"]}
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], known[name]))
+    assert serves_unasked("loopback" if own.startswith("127") else "first", own) == is_asked
 
 
 def test_a_stated_node_rank_is_not_ignored():
