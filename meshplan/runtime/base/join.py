@@ -13,7 +13,6 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -27,7 +26,8 @@ _POLL_S: Final = 0.05
 _SLACK_S: Final = 10.0
 """Seconds that the other ranks wait longer than rank 0, for its verdict."""
 _READ_S: Final = 3.0
-"""Seconds that rank 0 waits for the others to read a verdict, before the store ends with it."""
+"""Seconds that rank 0 stays after a problem, so that ranks that are a little late read it too: the
+store ends with rank 0."""
 _MOST_NAMED: Final = 8
 """Ranks that a message names."""
 
@@ -93,15 +93,20 @@ def join(launched: LaunchedRank, place: str, timeout: timedelta) -> dist.Store:
         for what, variable, fix in verdict["problems"]
     ] or list(_other_size(launched, verdict["world_size"]))
     if problems:
-        _see_read(store, launched.rank)
+        if _serves(launched):
+            time.sleep(_READ_S)
         raise ApplyError(problems)
     return store
 
 
+def _serves(launched: LaunchedRank) -> bool:
+    """Return True if this process serves the store: rank 0, unless torchrun does."""
+    return launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
 def _connect(launched: LaunchedRank, timeout: timedelta) -> dist.Store:
     """Return a connection to the store, which rank 0 serves unless torchrun does."""
-    is_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_server = launched.rank == 0 and not is_elsewhere
+    is_server = _serves(launched)
     try:
         return dist.TCPStore(
             launched.host, launched.port, launched.world_size, is_server, timeout,
@@ -189,17 +194,3 @@ def _spell(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]}"
     named = ", ".join(map(str, ranks[:_MOST_NAMED]))
     return f"ranks {named}" + (f" and {len(ranks) - _MOST_NAMED} more" * (len(ranks) > _MOST_NAMED))
-
-
-def _see_read(store: dist.Store, rank: int) -> None:
-    """Note that this rank has read the verdict; rank 0, which may serve the store, waits for all.
-
-    The store may have gone with rank 0 already.
-    """
-    with suppress(dist.DistError, RuntimeError):
-        store.add("join/read", 1)
-        deadline = time.monotonic() + _READ_S
-        while rank == 0 and time.monotonic() < deadline:
-            if store.add("join/read", 0) >= store.add("join/count", 0):
-                return
-            time.sleep(_POLL_S)

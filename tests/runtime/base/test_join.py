@@ -32,6 +32,7 @@ def launched(monkeypatch):
     # Every thread is a process that joins its first group.
     monkeypatch.setattr(module, "_joins", itertools.repeat(0))
     monkeypatch.setattr(module, "_SLACK_S", 2.0)
+    monkeypatch.setattr(module, "_READ_S", 1.0)
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     return lambda rank, world: LaunchedRank(
