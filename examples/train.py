@@ -1,21 +1,21 @@
-# torchrun --nproc-per-node 2 examples/train.py plan.yaml states
+# meshplan launch -f plan.yaml examples/train.py plan.yaml run
 # Start it again after a crash, also with another plan: it goes on from the newest state.
 import sys
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 import meshplan
 
-VOCAB, LENGTH, EPOCHS = 256, 64, 2
+VOCAB, LENGTH, EPOCHS, BATCH = 256, 64, 2, 32
 
 
 class Sums(Dataset):
     """Sequences in which each token is the sum of the two before it."""
 
     def __len__(self) -> int:
-        return 512
+        return 512 + BATCH
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = [index % VOCAB, index * index % VOCAB]
@@ -41,19 +41,10 @@ def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-plan, states = sys.argv[1:]
-torch.manual_seed(0)
+plan, folder = sys.argv[1:]
+meshplan.seed_everything(0)
 model = meshplan.parallelize(Decoder(), plan)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-loader = meshplan.dataloader(Sums(), model, batch_size=32, shuffle=True)
-try:
-    step = meshplan.load(states, model, optimizer, data=loader).step
-except FileNotFoundError:
-    step = 0
-for epoch in range(loader.epoch, EPOCHS):
-    for inputs, targets in loader:
-        loss, step = meshplan.train_step(model, optimizer, inputs, targets, loss_fn), step + 1
-        if step % 10 == 0 and torch.distributed.get_rank() == 0:
-            print(f"epoch {epoch}, step {step}: loss {loss:.3f}", flush=True)
-        if step % 20 == 0:
-            meshplan.save(states, model, optimizer, step=step, data=loader, keep=2)
+train, test = Subset(Sums(), range(512)), Subset(Sums(), range(512, 512 + BATCH))
+loader = meshplan.dataloader(train, model, batch_size=BATCH, shuffle=True)
+step, is_stopped = meshplan.load_if_any(folder, model, optimizer, data=loader), False

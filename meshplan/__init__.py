@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from meshplan.runtime.train.step import local_batch as local_batch
     from meshplan.runtime.train.step import loss_parallel as loss_parallel
     from meshplan.runtime.train.step import train_step as train_step
+    from meshplan.runtime.train.stop import stop_requested as stop_requested
     from meshplan.runtime.watch.guard import guarded as guarded
     from meshplan.spec.reader import load_spec as load_spec
     from meshplan.spec.spec import Spec as Spec
@@ -77,6 +78,7 @@ _ROOMS = {
     "seed_everything": "meshplan.runtime.train.process",
     "chunked_loss": "meshplan.runtime.train.step",
     "loss_parallel": "meshplan.runtime.train.step",
+    "stop_requested": "meshplan.runtime.train.stop",
     "register_grad_hook": "meshplan.runtime.train.grad_hooks",
     "clip_grad_norm_": "meshplan.runtime.train.gradient_scale",
     "clip_grad_value_": "meshplan.runtime.train.gradient_scale",

@@ -24,6 +24,7 @@ LEVELS = [
         version errors units garbage own_process two_cores kernels
         files layout
         spec
+        launch
         model
         assign.base textbook wrappers
         assign.tensor_parallel assign.axes
@@ -68,7 +69,7 @@ LEVELS = [
         runtime.estimate
         runtime.live
         runtime.parallelize
-        runtime.verify runtime.demo
+        runtime.verify runtime.demo runtime.doctor runtime.local_nodes
         runtime
         report
         interop
@@ -104,6 +105,7 @@ LATE_BETWEEN = {
     ("api", "ipywidgets"),  # an extra
     ("runtime", "planner"),
     ("cli", "api"),  # numpy
+    ("cli", "launch"),
     ("cli", "memory"),  # what one verb needs only
     ("cli", "pictures"),
     ("cli", "plan"),

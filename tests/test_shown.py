@@ -84,6 +84,7 @@ NOT_OURS = {
     "seed_everything": "None",
     "chunked_loss": "a context manager",
     "loss_parallel": "a context manager",
+    "stop_requested": "a bool",
     "register_grad_hook": "a handle of torch",
     "clip_grad_norm_": "a tensor",
     "clip_grad_value_": "None",

@@ -137,7 +137,7 @@ def test_a_plan_for_another_number_of_ranks_ends_the_job(script: Path) -> None:
     assert (code, out) == (1, "")
     assert (
         "meshplan: 1 problem\n"
-        "<mapping>: mesh: the mesh has 3 devices, but 2 are available\n"
+        "<mapping>: mesh: the mesh has 3 devices, but 2 are available: WORLD_SIZE is 2\n"
         "    fix: make the product 2, such as dp_shard: 2, or start 3 ranks: torchrun "
         f"--nproc-per-node 3 {script} "
     ) in "\n".join(line.removeprefix("[rank0]: ") for line in errors.split("\n"))

@@ -17,7 +17,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
 from meshplan.api import checking
-from meshplan.cli import diff, draw, planning, report, starting, state, trust
+from meshplan.cli import diff, draw, launching, planning, report, starting, state, trust
 from meshplan.cli.common import (
     COULD_NOT,
     INTERRUPTED,
@@ -291,6 +291,7 @@ VERBS: tuple[Verb, ...] = (
     *report.VERBS,
     trust.VERB,
     Verb("verify", "compare a scaled-down plan with one process", _verify_flags, _verify),
+    *launching.VERBS,
     state.VERB,
     Verb("demo", "train under a plan on this machine and in one process", _demo_flags, _demo),
     *starting.VERBS[1:],
@@ -401,10 +402,12 @@ def _streams() -> Iterator[None]:
 def _environment(args: argparse.Namespace) -> Iterator[None]:
     """Set environment variables for processes that a subcommand starts, and restore them.
 
-    The processes start as `python -c`, which would search the working directory first for every
-    module; PYTHONSAFEPATH prevents this.
+    `args.environment` is the environment before, for programs of the user. The processes start as
+    `python -c`, which would search the working directory first for every module; PYTHONSAFEPATH
+    prevents this.
     """
     stated = {"PYTHONSAFEPATH": "1"} | ({ALLOW_CODE: "1"} if args.allow_code else {})
+    args.environment = dict(os.environ)
     before = {name: os.environ.get(name) for name in stated}
     os.environ.update(stated)
     try:

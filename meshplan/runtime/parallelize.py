@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Problem
+from meshplan.launch.environment import size_variable
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.runtime.apply.allocator import allocator_problems, set_allocator
 from meshplan.runtime.apply.experts.expert_protocol import expert_problems
@@ -44,7 +45,13 @@ from meshplan.runtime.trace.rehearse import rehearser
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.runtime.train.grad_hooks import watch_torch_hooks
 from meshplan.runtime.train.state import refuse_whole_tensors
-from meshplan.runtime.watch.guard import come_together, guarded, note_forwards, publish
+from meshplan.runtime.watch.guard import (
+    come_together,
+    guarded,
+    note_forwards,
+    publish,
+    report_uncaught,
+)
 from meshplan.spec.reader import load_spec
 from meshplan.spec.spec import Spec
 from meshplan.spec.strategies import WorldSizeProblem
@@ -83,9 +90,10 @@ def parallelize(
         ApplyError: The ranks disagree, or the live model does not match the plan.
 
     The default process group is used if it exists. Otherwise it is initialized, with the ranks
-    that torchrun started or with one rank.
+    that torchrun, SLURM, MPI or LSF started, or with one rank.
     On any error, the model is left unchanged.
     """
+    report_uncaught()
     ensure_process_group()
     with guarded("parallelize"):
         come_together("parallelize")
@@ -171,9 +179,15 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
 
 
 def _with_launch(problem: Problem, spec: Spec) -> Problem:
-    """Return the problem; if the job has too few or too many ranks, with the command to type."""
+    """Return the problem; if the job has too few or too many ranks, with the command to type.
+
+    The variable of the launcher that states the number of ranks is named too.
+    """
     if not isinstance(problem, WorldSizeProblem):
         return problem
+    if "WORLD_SIZE" in os.environ:
+        stated = f"{size_variable(os.environ)} is {os.environ['WORLD_SIZE']}"
+        problem = replace(problem, what=f"{problem.what}: {stated}")
     line = torchrun_line(problem.needed, spec.hardware)
     return replace(problem, fix=f"{problem.fix}, or start {problem.needed} ranks: {line}")
 

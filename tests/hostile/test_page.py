@@ -105,10 +105,12 @@ WORDS = {
     "compare": "{folder}/run.json -f {plan} --profile {profile}",
     "calibrate": "--out {folder}/mine.json", "show": "-f {plan}",
     "draw": "--what mesh -f {plan} -o {folder}/mesh.svg", "report": "-f {plan} -o {folder}/it.html",
-    "trust": "{plan}", "verify": "-f {plan}", "state": "{folder}/states -f {plan}",
+    "trust": "{plan}", "verify": "-f {plan}",
+    "launch": "-f {plan} --slurm {folder}/job.sbatch -m train", "doctor": "-f {plan}",
+    "state": "{folder}/states -f {plan}",
     "demo": f"-f {{plan}} --steps 2 {SMALL}",
 }  # fmt: skip
-SLOW = ("verify", "demo")
+SLOW = ("verify", "doctor", "demo")
 """They start processes, which takes more than ten seconds."""
 
 
@@ -220,12 +222,13 @@ CODE_WORDS = {
     "compare": "run.json -f plan.yaml",
     "calibrate": "-f plan.yaml --out mine.json", "show": "-f plan.yaml",
     "draw": "--what memory -f plan.yaml -o it.svg", "report": "-f plan.yaml -o it.html",
-    "trust": "plan.yaml", "verify": "-f plan.yaml", "state": "states -f plan.yaml",
+    "trust": "plan.yaml", "verify": "-f plan.yaml", "doctor": "-f plan.yaml",
+    "launch": "-f plan.yaml --slurm job.sbatch -m train", "state": "states -f plan.yaml",
     "demo": f"-f plan.yaml --steps 2 {SMALL}",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("verb", verbs(CODE_WORDS, ("demo",)))
+@pytest.mark.parametrize("verb", verbs(CODE_WORDS, ("doctor", "demo")))
 def test_a_verb_runs_what_the_page_says_and_only_when_a_person_says_so(folder, monkeypatch, verb):
     monkeypatch.setattr(calibrate, "ROUNDS", 1)
     monkeypatch.syspath_prepend(folder)  # Where `apply` is looked for.

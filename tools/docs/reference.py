@@ -20,6 +20,7 @@ from tools.docs.messages import collect
 _DTYPES: Final = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 _TITLES: Final = {
     "spec": "Reading a plan",
+    "launch": "Starting ranks",
     "model": "Reading a model or its config",
     "assign": "Applying a plan to a model",
     "layout": "Meshes, layouts and hardware",

@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from meshplan.launch.environment import read_rank
 from meshplan.layout.layout import Layout
 from meshplan.layout.mesh import Mesh
+from meshplan.runtime.base.join import device_index, join
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 """Timeout of a process group that meshplan makes: far longer than any step, and shorter than
@@ -74,18 +76,32 @@ def device() -> torch.device:
 def ensure_process_group() -> None:
     """Initialise torch.distributed, unless the caller has done so.
 
-    The process group is torchrun's under torchrun, else a group of this one process.
+    The process group has the ranks that a launcher has started, else this one process. torchrun's
+    variables are set if another launcher has started them.
+
+    Raises:
+        ApplyError: The launcher's variables contradict each other, or a rank is missing.
     """
     if dist.is_initialized():
         return
+    launched = read_rank(os.environ)
     kind = device_type()
     backend = dist.get_default_backend_for_device(kind)
+    place = ""
     if kind != "cpu":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=JOIN_TIMEOUT)
-    else:
+        index = device_index(launched, torch.accelerator.device_count())
+        torch.accelerator.set_device_index(index)
+        place = f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}/{index}"
+    if launched is None or launched.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        for name, value in launched.torch_variables.items():
+            os.environ.setdefault(name, value)
+        store = join(launched, place, JOIN_TIMEOUT)
+        dist.init_process_group(
+            backend, store=store, rank=launched.rank, world_size=launched.world_size,
+            timeout=JOIN_TIMEOUT,
+        )  # fmt: skip
     atexit.register(_leave)
 
 
@@ -103,7 +119,7 @@ def _leave() -> None:
 
 
 def ranks_per_node() -> int | None:
-    """Return the number of ranks on this machine according to torchrun; None without torchrun."""
+    """Return the number of ranks on this machine according to the launcher; None without one."""
     value = os.environ.get("LOCAL_WORLD_SIZE")
     return int(value) if value else None
 

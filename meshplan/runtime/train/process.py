@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshplan.errors import ApplyError, Problem
+from meshplan.launch.environment import read_rank
 from meshplan.runtime.base.mesh import ensure_process_group
 from meshplan.runtime.watch.guard import come_together, guarded
 
@@ -25,7 +26,10 @@ def is_main() -> bool:
 
     It may be called before `parallelize`.
     """
-    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
+    if dist.is_initialized():
+        return dist.get_rank() == 0
+    launched = read_rank(os.environ)
+    return launched is None or launched.rank == 0
 
 
 @contextmanager

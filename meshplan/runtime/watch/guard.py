@@ -150,7 +150,7 @@ def current_job() -> Job | None:
         server = Server()
         own_store, watchdog_store = server.connect(2, watchdog.STOPPED_S)
         _job = Job(world, own_store, number=0 if _job is None else _job.number + 1)
-        _report_uncaught()
+        report_uncaught()
         _watchdog = watchdog.Watchdog(_job, watchdog_store, server)
         _watchdog.start()
     return _job
@@ -367,7 +367,7 @@ def _same(sequences: list[_Sequences]) -> bool:
     return True
 
 
-def _report_uncaught() -> None:
+def report_uncaught() -> None:
     """Install hooks that report the end of this process to other ranks, even outside guards."""
     before = sys.excepthook
     if getattr(before, "_is_meshplan", False):

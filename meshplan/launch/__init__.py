@@ -1,0 +1,1 @@
+"""Starting the ranks of a job: variables of launchers, torchrun's command, sbatch scripts."""
