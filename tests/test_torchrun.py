@@ -6,6 +6,7 @@ what the others must find.
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import socket
@@ -182,7 +183,13 @@ def test_the_example_goes_on_under_another_plan_after_it_was_killed(tmp_path: Pa
         assert job.poll() is None
     while not list((tmp_path / "cut").glob("step-00000020")):
         assert job.poll() is None
-    job.terminate()  # torchrun ends its ranks before it goes.
+    job.terminate()  # torchrun passes it on to its ranks, which save.
     job.communicate()
+    stopped_at = max(int(path.name.partition("-")[2]) for path in (tmp_path / "cut").glob("step-*"))
     again = lines_of(start(sys.executable, example, plans["ddp"], tmp_path / "cut"))
     assert again == whole[2:]
+    assert stopped_at > 20
+    with open(tmp_path / "cut" / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(1, 33))
+    assert [row["step"] for row in rows if row["test_loss"]] == ["16", "32"]
