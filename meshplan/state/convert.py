@@ -35,6 +35,7 @@ def convert_to_plan(source: Path, manifest: Manifest, plan: Plan, target: Path) 
         OSError: A file cannot be written.
     """
     matching = match(manifest, plan)
+    manifest = matching.manifest
     problems = [
         replace(each, origin=Origin(str(source))) for each in matching.problems(strict=True)
     ]
@@ -45,7 +46,7 @@ def convert_to_plan(source: Path, manifest: Manifest, plan: Plan, target: Path) 
         files: dict[str, SavedFile] = {}
         pieces: dict[str, list[SavedPiece]] = {}
         for rank in range(plan.mesh.world_size):
-            own = written_by(rank, held_by(rank, manifest, matching, plan), plan.mesh)
+            own = written_by(rank, held_by(rank, matching, plan), plan.mesh)
             if rank == 0:
                 own += [
                     held_alone(key, each.dtype, each.shape)
@@ -61,6 +62,7 @@ def convert_to_plan(source: Path, manifest: Manifest, plan: Plan, target: Path) 
             world_size=plan.mesh.world_size,
             mesh=plan.mesh.sizes,
             plan=plan.digest(),
+            lock=plan.spec.lock,
             files=files,
             tensors={
                 key: replace(manifest.tensors[key], pieces=tuple(each))

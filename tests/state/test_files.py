@@ -49,6 +49,7 @@ def save_one(path, step, values=None):
         world_size=2,
         mesh={"dp_shard": 2},
         plan="plan",
+        lock="sha256:1f3a",
         versions={"meshplan": "1"},
         files=files,
         tensors={"model/x": SavedTensor("F32", DATA.shape, tuple(pieces), ("y",))},
@@ -118,6 +119,17 @@ def test_a_manifest_comes_back(tmp_path):
     assert back.digest
     assert back.dump() == manifest.dump()
     assert back.num_bytes == DATA.nbytes
+
+
+def test_a_manifest_of_a_version_without_locks_is_read(tmp_path):
+    from meshplan.state import manifest as module
+
+    folder, _ = save_one(tmp_path, 3)
+    content = json.loads((folder / "manifest.json").read_bytes())
+    del content["digest"], content["lock"]
+    content["digest"] = module._digest(content)
+    (folder / "manifest.json").write_text(json.dumps(content))
+    assert read_manifest(folder).lock is None
 
 
 def test_every_flipped_byte_of_a_manifest_is_found(tmp_path):

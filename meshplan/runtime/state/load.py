@@ -166,11 +166,12 @@ class Loading:
         *,
         strict: bool,
     ) -> None:
-        self._live, self._manifest, self._folder = live, manifest, folder
+        self._live, self._folder = live, folder
         self._optimizer, self._strict = optimizer, strict
-        self._reader = StateReader(folder, manifest)
         self._matching = match(manifest, live.plan)
-        self._states = optimizer_states(manifest)
+        self._manifest = self._matching.manifest
+        self._reader = StateReader(folder, self._manifest)
+        self._states = optimizer_states(self._manifest)
         self._cast: set[tuple[str, str]] = set()
         self.skipped = [*self._matching.missing, *self._matching.unexpected]
 
@@ -309,7 +310,8 @@ class Loading:
 
     def warn(self) -> None:
         """Warn of what was cast or skipped, at the caller's line of a guarded function."""
-        notes = [
+        notes = list(self._matching.notes())
+        notes += [
             f"the state's {saved} tensors were cast to {own}, in which this plan keeps them"
             for saved, own in sorted(self._cast)
         ]

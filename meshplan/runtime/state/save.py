@@ -276,6 +276,7 @@ class _Save:
             world_size=self.board.size,
             mesh=plan.mesh.sizes,
             plan=plan.digest(),
+            lock=plan.spec.lock,
             versions={"meshplan": __version__, "torch": torch.__version__},
             files=files,
             tensors=found,
