@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,6 +65,7 @@ def convert_to_plan(source: Path, manifest: Manifest, plan: Plan, target: Path) 
             plan=plan.digest(),
             lock=plan.spec.lock,
             files=files,
+            values={**manifest.values, "random": _shared(manifest.values.get("random", {}))},
             tensors={
                 key: replace(manifest.tensors[key], pieces=tuple(each))
                 for key, each in pieces.items()
@@ -73,6 +75,11 @@ def convert_to_plan(source: Path, manifest: Manifest, plan: Plan, target: Path) 
     except BaseException:
         abandon_folder(folder)
         raise
+
+
+def _shared(states: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the states of those random number generators that all ranks had alike."""
+    return {name: each for name, each in states.items() if len(each) == 1}
 
 
 def _is_value(key: str) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -299,6 +302,68 @@ def test_masks_of_dropout_and_states_of_modules_go_on(pool, tmp_path):
     before = pool(2).run(drop_steps, tmp_path, False)
     assert pool(2).run(drop_steps, tmp_path, True) == before
     assert before[0][1] == 7
+
+
+def draws(path, seeds, plan, is_resumed):
+    """What a rank draws from every generator after a state was saved; the seeds are its own."""
+    rank = torch.distributed.get_rank()
+    seed = 100 * is_resumed + (rank if seeds == "of ranks" else 0)
+    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+    random.gauss(0, 1), np.random.randn()  # Each of them keeps a second number for the next call.
+    job = Job(plan_of(plan), seed=seed)
+    (meshplan.load if is_resumed else meshplan.save)(
+        path, job.model, job.optimizer, **({} if is_resumed else {"step": 1})
+    )
+    numbers = [random.gauss(0, 1), random.random(), *np.random.randn(3).tolist()]
+    return [*numbers, np.random.randint(10**9), *torch.randn(3).tolist()]
+
+
+def test_draws_of_python_numpy_and_torch_go_on(pool, tmp_path):
+    before = pool(2).run(draws, tmp_path, "of ranks", "ddp", False)
+    assert before[0] != before[1]
+    assert pool(2).run(draws, tmp_path, "of ranks", "ddp", True) == before
+
+
+@pytest.mark.parametrize("seeds", ["the same", "of ranks"])
+def test_under_another_plan_only_draws_that_all_ranks_had_alike_go_on(pool, tmp_path, seeds):
+    before = pool(2).run(draws, tmp_path, seeds, "ddp", False)
+    for plan, world in (("zero1", 2), ("one", 1)):
+        after = pool(world).run(draws, tmp_path, seeds, plan, True)
+        assert all((one == before[0]) == (seeds == "the same") for one in after)
+        assert len({tuple(one) for one in after}) == (1 if seeds == "the same" else world)
+
+
+def spoiled(path, generator, state):
+    """The error of a state whose generator has an impossible state, and what was changed."""
+    job = Job(plan_of("one"))
+    folder = meshplan.save(path, job.model, step=1)
+    manifest = read_manifest(folder)
+    values = manifest.values | {"random": manifest.values["random"] | {generator: [state]}}
+    (folder / "manifest.json").write_bytes(replace(manifest, values=values).dump())
+    other = Job(plan_of("one"), seed=1)
+    random.random(), np.random.rand()
+    before, drawn = other.numbers(), (random.getstate(), torch.get_rng_state())
+    with pytest.raises(StateError) as caught:
+        meshplan.load(path, other.model)
+    after = other.numbers()
+    assert all(np.array_equal(after[name], before[name]) for name in before)
+    assert random.getstate() == drawn[0]
+    assert torch.equal(torch.get_rng_state(), drawn[1])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("generator", "state"),
+    [
+        ("python", {"$tuple": [3, {"$bytes": "AAAA"}, None]}),
+        ("numpy", {"$tuple": ["MT19937", {"$bytes": "AAAA"}, 0, 0, 0.0]}),
+        ("cpu", {"$bytes": "AAAA"}),
+        ("cpu", {"$tensor": "values/0"}),
+    ],
+)
+def test_a_state_that_no_generator_takes_changes_nothing(pool, tmp_path, generator, state):
+    (text,) = pool(1).run(spoiled, tmp_path, generator, state)
+    assert f"no valid state of the random number generator {generator}: " in text
 
 
 def killed(path):
