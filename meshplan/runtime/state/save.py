@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshplan.errors import Problem, StateError
+from meshplan.errors import Origin, Problem, StateError
 from meshplan.runtime.comparisons.drift import check_drift
 from meshplan.runtime.state.agree import agree
 from meshplan.runtime.state.background import finish_background, in_background, next_board
@@ -93,7 +93,8 @@ def save(
         The folder of the state. With `asynchronous` it may not exist yet.
 
     Raises:
-        StateError: The state cannot be written. Nothing has changed.
+        StateError: The state cannot be written, and nothing has changed. Or it is written, but
+            older ones cannot be removed.
         ApplyError: Copies of a parameter on several ranks are no longer equal.
     """
     come_together("save")
@@ -292,7 +293,18 @@ class _Save:
         )
         finish_folder(incomplete(self.path, self.step), manifest)
         if self.keep is not None:
-            remove_old(self.path, self.keep)
+            self._remove_old(self.keep)
+
+    def _remove_old(self, keep: int) -> None:
+        try:
+            remove_old(self.path, keep)
+        except OSError as error:
+            what = (
+                f"step {self.step} is saved, but older states cannot be removed: "
+                f"{error.strerror or error}"
+            )
+            place = Origin(str(error.filename or self.path))
+            raise StateError(Problem(what, place, "remove them, or save without keep=")) from None
 
 
 def _optimizer_values(
