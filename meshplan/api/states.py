@@ -122,10 +122,7 @@ def plan_load(state: SavedState, source: Source) -> PlannedLoad:
         return PlannedLoad(str(plan.mesh), plan.mesh.world_size, 0, 0, problems)
     world = plan.mesh.world_size
     ranks = range(world) if world <= _EVERY_RANK else range(1)
-    sizes = [
-        sum(each.num_bytes for each in held_by(rank, state.manifest, matching, plan))
-        for rank in ranks
-    ]
+    sizes = [sum(each.num_bytes for each in held_by(rank, matching, plan)) for rank in ranks]
     total = sum(sizes) * world // len(sizes)
     return PlannedLoad(str(plan.mesh), world, max(sizes), total, problems)
 

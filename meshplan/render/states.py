@@ -29,6 +29,8 @@ def state_to_text(
             kind = (manifest.values.get("optimizer") or {}).get("type", "")
             name = f", {kind}" if section == "optimizer" and kind else ""
             yield f"  {section:10} {count} tensors, {format_bytes(size)}{name}"
+        if manifest.lock is not None:
+            yield f"  {'lock':10} {manifest.lock}"
         if others := _others(manifest):
             yield f"  {'values':10} {', '.join(others)}"
     for problem in problems:
@@ -60,6 +62,7 @@ def state_to_json(
             "world_size": manifest.world_size,
             "mesh": dict(manifest.mesh),
             "plan": manifest.plan,
+            "lock": manifest.lock,
             "versions": dict(manifest.versions),
             "sections": {
                 name: {"tensors": count, "bytes": size} for name, count, size in _sections(manifest)

@@ -339,6 +339,7 @@ class Spec:
         ddp: Keyword arguments for DistributedDataParallel that the format supports.
         origins: The place where each value was stated, by dotted path ("rules[0].place.tp").
         source: The file's name for messages.
+        lock: Hash of the lock that made the choices that the file leaves open; None without one.
     """
 
     version: int = 1
@@ -369,6 +370,7 @@ class Spec:
     rules: tuple[Rule, ...] = ()
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)
     source: str = field(default="<spec>", repr=False, compare=False)
+    lock: str | None = field(default=None, repr=False, compare=False)
 
     @property
     def reads_flow(self) -> bool:

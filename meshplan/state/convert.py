@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,7 @@ def convert_to_plan(source: Path, manifest: Manifest, plan: Plan, target: Path) 
         OSError: A file cannot be written.
     """
     matching = match(manifest, plan)
+    manifest = matching.manifest
     problems = [
         replace(each, origin=Origin(str(source))) for each in matching.problems(strict=True)
     ]
@@ -45,7 +47,7 @@ def convert_to_plan(source: Path, manifest: Manifest, plan: Plan, target: Path) 
         files: dict[str, SavedFile] = {}
         pieces: dict[str, list[SavedPiece]] = {}
         for rank in range(plan.mesh.world_size):
-            own = written_by(rank, held_by(rank, manifest, matching, plan), plan.mesh)
+            own = written_by(rank, held_by(rank, matching, plan), plan.mesh)
             if rank == 0:
                 own += [
                     held_alone(key, each.dtype, each.shape)
@@ -61,7 +63,9 @@ def convert_to_plan(source: Path, manifest: Manifest, plan: Plan, target: Path) 
             world_size=plan.mesh.world_size,
             mesh=plan.mesh.sizes,
             plan=plan.digest(),
+            lock=plan.spec.lock,
             files=files,
+            values={**manifest.values, "random": _shared(manifest.values.get("random", {}))},
             tensors={
                 key: replace(manifest.tensors[key], pieces=tuple(each))
                 for key, each in pieces.items()
@@ -71,6 +75,11 @@ def convert_to_plan(source: Path, manifest: Manifest, plan: Plan, target: Path) 
     except BaseException:
         abandon_folder(folder)
         raise
+
+
+def _shared(states: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the states of those random number generators that all ranks had alike."""
+    return {name: each for name, each in states.items() if len(each) == 1}
 
 
 def _is_value(key: str) -> bool:

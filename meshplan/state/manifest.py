@@ -88,6 +88,7 @@ class Manifest:
         world_size: Number of ranks that saved it.
         mesh: {axis: size} of the mesh under which it was saved.
         plan: Digest of the plan (`Plan.digest`).
+        lock: Hash of the lock that decided the plan; None if none did.
         versions: {package: version}.
         files: The other files of the folder, by name.
         tensors: The tensors by name: `model/NAME`, `optimizer/PARAMETER/STATE`, `values/NUMBER`.
@@ -103,6 +104,7 @@ class Manifest:
     files: Mapping[str, SavedFile]
     tensors: Mapping[str, SavedTensor] = field(repr=False)
     values: Mapping[str, Any] = field(repr=False)
+    lock: str | None = None
     digest: str = ""
 
     @property
@@ -120,6 +122,7 @@ class Manifest:
             "world_size": self.world_size,
             "mesh": dict(self.mesh),
             "plan": self.plan,
+            "lock": self.lock,
             "versions": dict(self.versions),
             "files": [[name, f.num_bytes, f.xxh3] for name, f in self.files.items()],
             "tensors": {
@@ -214,11 +217,13 @@ def _parsed(content: Mapping[str, Any], digest: str) -> Manifest:
     values = content["values"]
     if not isinstance(values, dict):
         raise TypeError("its values are not an object")
+    lock = content.get("lock")  # States of earlier versions have none.
     return Manifest(
         step=_natural(content["step"]),
         world_size=_natural(content["world_size"]),
         mesh={str(axis): _natural(size) for axis, size in content["mesh"].items()},
         plan=str(content["plan"]),
+        lock=None if lock is None else str(lock),
         versions={str(k): str(v) for k, v in content["versions"].items()},
         files=files,
         tensors=tensors,

@@ -2,7 +2,8 @@
 
 The format is eight bytes with the length of a JSON header, the header, and the tensors' bytes. The
 library of that name can neither write tensor after tensor nor digest and flush what it writes, so
-both are done here. Reading maps the file into memory: a box is read without what lies around it.
+both are done here. Whole rows are read straight into their place. Other boxes are copied out of the
+file's pages in memory, without what lies around them.
 
 The digest is XXH3, which is as fast as memory; SHA-256 is slower than a disk. It finds damage, and
 no manipulation, against which only a signature would help.
@@ -41,8 +42,8 @@ BYTES: Final[Mapping[str, int]] = MappingProxyType(
 _MOST_HEADER: Final = 100_000_000
 """Bytes of a header, the format's own limit."""
 _ALIGNMENT: Final = 8
-_BLOCK: Final = 1 << 24
-"""Bytes that are written, or read for a digest, at a time."""
+_BLOCK: Final = 1 << 20
+"""Bytes that are written, or read for a digest, at a time: they fit into a core's cache."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -173,15 +174,38 @@ class TensorFile:
             into: The bytes of a contiguous array of `shape`, with the tensor's dtype.
             local: Where the box goes in that array.
             shape: Shape of that array.
+
+        Raises:
+            OSError: The file cannot be read.
+            StateError: The file ends before the box does.
         """
         entry = self.tensors[name]
         if not box.numel:
+            return
+        if box.shape[1:] == entry.shape[1:] == shape[1:]:
+            count = box.numel * BYTES[entry.dtype]
+            row = count // box.shape[0] if shape else 0
+            at, to = (row * start[0] if shape else 0 for start in (box.start, local.start))
+            self._read_bytes(entry.offset + at, into[to : to + count])
             return
         word = np.dtype(f"V{BYTES[entry.dtype]}")
         # Mapped anew for each tensor: pages of the file that were read count as memory of the
         # process for as long as they are mapped.
         source = np.memmap(self._path, word, "r", entry.offset, entry.shape or (1,))
         into.view(word).reshape(shape or (1,))[local.slices] = source[box.slices]
+
+    def _read_bytes(self, offset: int, into: Bytes) -> None:
+        """Fill an array with the bytes of the file from an offset on."""
+        handle = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            rest = into.data
+            while rest:  # One call reads at most 2 GiB.
+                count = os.preadv(handle, [rest], offset)
+                if not count:
+                    raise _broken(self._path, "it ends within a tensor")
+                rest, offset = rest[count:], offset + count
+        finally:
+            os.close(handle)
 
 
 def _entries(header: Any, start: int, size: int) -> Iterable[tuple[str, TensorEntry]]:

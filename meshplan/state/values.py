@@ -20,14 +20,17 @@ _DEEPEST: Final = 64
 """Levels of nesting; a value that contains itself is deeper."""
 
 
-def to_json(value: Any, name: str, tensor: Callable[[Any, str], str | None]) -> Any:
+def to_json(
+    value: Any, name: str, tensor: Callable[[Any, str], str | None] = lambda value, name: None
+) -> Any:
     """Return a value in a form that JSON can express.
 
     Args:
         value: Numbers, strings, bytes, None, tensors, and lists, tuples, sets and mappings of them.
         name: What the value is called in messages, such as "extra".
         tensor: Called with each other object and its name. Saves a tensor and returns the key under
-            which it is found again; returns None if the object is no tensor.
+            which it is found again; returns None if the object is no tensor. By default tensors are
+            refused.
 
     Raises:
         StateError: The value contains something else.
@@ -73,12 +76,16 @@ def _encode(value: Any, name: str, tensor: Callable[[Any, str], str | None], dep
     )
 
 
-def from_json(value: Any, tensor: Callable[[str], Any]) -> Any:
+def _no_tensor(key: str) -> Any:
+    raise ValueError(f"unexpected tensor {key}")
+
+
+def from_json(value: Any, tensor: Callable[[str], Any] = _no_tensor) -> Any:
     """Return the value that `to_json` returned the form of.
 
     Args:
         value: The form, as read from JSON.
-        tensor: Returns the tensor of a key.
+        tensor: Returns the tensor of a key. By default a value with tensors is a ValueError.
     """
     if isinstance(value, list):
         return [from_json(each, tensor) for each in value]

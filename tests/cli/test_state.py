@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from meshplan.cli import main
+from meshplan.state.manifest import read_manifest
 from tests.helpers.stated import LAYOUTS, loaded, plan_of, saved
 from tests.runtime.state.test_layouts import differences, merged
 
@@ -86,6 +87,10 @@ def test_a_state_that_is_written_anew_is_the_same(states, pool, tmp_path, capsys
     assert json.loads(capsys.readouterr().out)["result"]["states"][0]["world_size"] == world
     after = pool(world).run(loaded, layout, out)
     assert not differences(merged(before), merged(after))
+    # Python is not seeded in the tests: its states are of the ranks that saved them.
+    drawn = read_manifest(out / "step-00000002").values["random"]
+    assert "cpu" in drawn
+    assert "python" not in drawn
     assert {each.name for each in out.glob("*/rank-*")} == {
         f"rank-{rank:05d}.safetensors" for rank in range(world)
     }

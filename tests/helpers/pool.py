@@ -101,10 +101,11 @@ class Pool:
 
     Args:
         world: Number of ranks.
+        grace_s: Seconds that the other ranks have to end by themselves after one has failed.
     """
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, grace_s: float = GRACE_S) -> None:
+        self.world, self.grace_s = world, grace_s
         self._workers: list[Worker] = []
         self._jobs = 0
 
@@ -190,7 +191,7 @@ class Pool:
                     is_result, value = False, f"{DIED}{code}"
                 (results if is_result else failures)[rank] = value
             if failures:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                deadline = min(deadline, time.monotonic() + self.grace_s)
                 if not ranks:
                     break
         if failures or ranks:

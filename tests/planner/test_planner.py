@@ -351,13 +351,14 @@ def test_the_other_verbs_go_by_the_lock(job, capsys, words):
     assert json.loads(out.splitlines()[-1])["result"]
 
 
-def parallel_with_lock(path: str) -> list[Any]:
+def parallel_with_lock(path: str, states: str) -> list[Any]:
     model = meshplan.parallelize(models.build("hf_llama"), path)
     plan = model.meshplan.plan
+    meshplan.save(states, model, step=1)
     return [str(plan.mesh), plan.micro, plan.accumulate]
 
 
-def test_parallelize_reads_the_lock(job, pool, capsys):
+def test_parallelize_reads_the_lock_and_states_record_it(job, pool, capsys, tmp_path):
     path = job(
         models.build("hf_llama").config.to_dict(),
         hardware={"nodes": 1, "gpus_per_node": 4, "gpu": "h100-sxm-80gb"},
@@ -373,7 +374,16 @@ def test_parallelize_reads_the_lock(job, pool, capsys):
     }  # fmt: skip
     write(lock_path(path), content)
     expected = ["dp_replicate 2 x dp_shard 2", 2, 2]
-    assert pool(4).run(parallel_with_lock, str(path)) == [expected] * 4
+    states = str(tmp_path / "states")
+    assert pool(4).run(parallel_with_lock, str(path), states) == [expected] * 4
+    lock = read(lock_path(path))
+    assert lock is not None
+    known = lock.content["hash"]
+    capsys.readouterr()
+    assert main(["state", states]) == 0
+    assert f"  lock       {known}\n" in capsys.readouterr().out
+    assert main(["state", states, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["result"]["states"][0]["lock"] == known
 
 
 @pytest.mark.wide

@@ -49,6 +49,7 @@ def save_one(path, step, values=None):
         world_size=2,
         mesh={"dp_shard": 2},
         plan="plan",
+        lock="sha256:1f3a",
         versions={"meshplan": "1"},
         files=files,
         tensors={"model/x": SavedTensor("F32", DATA.shape, tuple(pieces), ("y",))},
@@ -75,6 +76,32 @@ def test_it_reads_what_the_library_writes(tmp_path):
     file.read("x", box, into.reshape(-1).view("u1"), local, (5, 5))
     assert (into[0:3, 1:3] == DATA[1:4, 2:4]).all()
     assert into.sum() == DATA[1:4, 2:4].sum()
+
+
+@given(st.data())
+def test_any_box_is_read_into_its_place(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("any") / "a.safetensors"
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=3)))
+    whole = np.arange(np.prod(shape, dtype=int), dtype=np.int16).reshape(shape)
+    write(path, {"x": TensorEntry("I16", shape)}, lambda _: (whole.reshape(-1).view("u1"),))
+    size = tuple(data.draw(st.integers(1, n)) for n in shape)
+    start = tuple(data.draw(st.integers(0, n - m)) for n, m in zip(shape, size, strict=True))
+    room = tuple(m + data.draw(st.integers(0, 2)) for m in size)
+    at = tuple(data.draw(st.integers(0, n - m)) for n, m in zip(room, size, strict=True))
+    into, expected = np.full(room, -1, np.int16), np.full(room, -1, np.int16)
+    box, local = TensorBox(start, size), TensorBox(at, size)
+    TensorFile(path).read("x", box, into.reshape(-1).view("u1"), local, room)
+    expected[local.slices] = whole[box.slices]
+    assert (into == expected).all()
+
+
+def test_a_file_that_was_cut_after_it_was_opened_is_no_crash(tmp_path):
+    path = tmp_path / "a.safetensors"
+    write_one(path)
+    file, whole, into = TensorFile(path), TensorBox.whole(DATA.shape), np.zeros_like(DATA)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(StateError, match="it ends within a tensor"):
+        file.read("x", whole, into.reshape(-1).view("u1"), whole, DATA.shape)
 
 
 def test_its_digest_is_that_of_the_file(tmp_path):
@@ -118,6 +145,17 @@ def test_a_manifest_comes_back(tmp_path):
     assert back.digest
     assert back.dump() == manifest.dump()
     assert back.num_bytes == DATA.nbytes
+
+
+def test_a_manifest_of_a_version_without_locks_is_read(tmp_path):
+    from meshplan.state import manifest as module
+
+    folder, _ = save_one(tmp_path, 3)
+    content = json.loads((folder / "manifest.json").read_bytes())
+    del content["digest"], content["lock"]
+    content["digest"] = module._digest(content)
+    (folder / "manifest.json").write_text(json.dumps(content))
+    assert read_manifest(folder).lock is None
 
 
 def test_every_flipped_byte_of_a_manifest_is_found(tmp_path):

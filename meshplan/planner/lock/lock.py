@@ -66,6 +66,11 @@ class Lock:
     free: tuple[str, ...] = ()
 
     @property
+    def hash(self) -> str:
+        """The lock's hash of its own content, as the file states it."""
+        return str(self.content["hash"])
+
+    @property
     def statements(self) -> dict[str, Any]:
         """{path: value} statements to put on top of the plan file: freed keys, then choices."""
         return {**freed(self.free), **self.chosen}
@@ -345,7 +350,10 @@ def check_holds(lock: Lock, load: Callable[[Sequence[str]], Spec], graph: ModelG
 
 
 def chosen_spec(
-    load: Callable[[Sequence[str]], Spec], chosen: Mapping[str, Any], source: str
+    load: Callable[[Sequence[str]], Spec],
+    chosen: Mapping[str, Any],
+    source: str,
+    lock: str | None = None,
 ) -> Spec:
     """Return the spec with choices on top; error messages about them name `source`.
 
@@ -353,6 +361,7 @@ def chosen_spec(
         load: Reads the plan file with statements on top.
         chosen: {path: value} choices.
         source: Name of what made the choices, such as a lock file.
+        lock: The hash of the lock, if one made them.
     """
     spec = load(overrides(chosen))
 
@@ -363,7 +372,7 @@ def chosen_spec(
         path: Origin(source, origin.path) if is_chosen(path) else origin
         for path, origin in spec.origins.items()
     }
-    return replace(spec, origins=origins)
+    return replace(spec, origins=origins, lock=lock)
 
 
 def profile_of_lock(source: Any) -> Path | None:

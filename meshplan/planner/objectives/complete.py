@@ -52,7 +52,7 @@ def complete_spec(
     if lock is not None:
         check_holds(lock, loading(source, ()), graph)
         noted(lock.used)
-        return chosen_spec(load, lock.statements, str(lock.path))
+        return chosen_spec(load, lock.statements, str(lock.path), lock.hash)
     return chosen_spec(load, *complete_statements(source, load, graph, report, ask, config, noted))
 
 
@@ -64,7 +64,7 @@ def complete_statements(
     ask: Callable[[Path | None], PlanRequest] | None = None,
     config: str | Path | None = None,
     noted: Callable[[str], None] = lambda text: None,
-) -> tuple[Mapping[str, Any], str]:
+) -> tuple[Mapping[str, Any], str, str | None]:
     """Return the statements that complete a plan file, and what made them: a lock or the planner.
 
     Every command uses this rule. A lock that applies to the plan completes it. Without such a lock,
@@ -80,8 +80,9 @@ def complete_statements(
         noted: Called with one line: the lock that the plan uses, or why it uses none.
 
     Returns:
-        ({path: value} statements, their source for error messages). The source is the name of the
-        lock file, "the planner", or "" if nothing is left open.
+        ({path: value} statements, their source for error messages, hash of the lock). The source is
+        the name of the lock file, "the planner", or "" if nothing is left open; the hash is None if
+        no lock made them.
 
     Raises:
         PlanError: Nothing fits, or the plan lacks a statement that planning needs.
@@ -92,9 +93,9 @@ def complete_statements(
     if line := lock_in_words(found, source, spec):
         noted(line)
     if not isinstance(found, str):
-        return found.statements, found.path.name
+        return found.statements, found.path.name, found.hash
     if not spec.free_fields:
-        return {}, ""
+        return {}, "", None
     # A live model is asked about itself: the config of the plan may be another model's.
     sized = graph if graph.config or ask is not None else graph_of(spec)
     if sized is None:
@@ -114,7 +115,7 @@ def complete_statements(
     decision = answer(request, report)
     if decision.chosen is None:
         raise PlanError(nothing_fits(spec))
-    return decision.chosen.stated, "the planner"
+    return decision.chosen.stated, "the planner", None
 
 
 def nothing_fits(spec: Spec) -> Problem:

@@ -187,12 +187,13 @@ def closed_together(model: nn.Module, plan: Any, example_inputs: Any) -> Any:
         raise ApplyError(Problem(what, fix="give every rank the same plan file"))
     if kind == "closed":  # `kind` is rank 0's: locks that other ranks see do not count.
         return plan
-    stated, source = _stated(model, plan, example_inputs)
-    return chosen_spec(lambda more: load_spec(plan, more), stated, source)
+    return chosen_spec(lambda more: load_spec(plan, more), *_stated(model, plan, example_inputs))
 
 
-def _stated(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[Mapping[str, Any], str]:
-    """Return rank 0's statements for the open fields, by path, and who made them, on every rank."""
+def _stated(
+    model: nn.Module, plan: Any, example_inputs: Any
+) -> tuple[Mapping[str, Any], str, str | None]:
+    """Return on every rank what `complete_statements` returns on rank 0."""
     outcome = "", ""
     error: Exception | None = None
     if dist.get_rank() == 0:
@@ -206,18 +207,20 @@ def _stated(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[Mapping[s
     if error is not None:
         raise error
     raise_remote(outcomes)
-    found, source = json.loads(outcomes[0][1])
-    return found, source
+    found, source, lock = json.loads(outcomes[0][1])
+    return found, source, lock
 
 
-def _choose(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[dict[str, Any], str]:
+def _choose(
+    model: nn.Module, plan: Any, example_inputs: Any
+) -> tuple[dict[str, Any], str, str | None]:
     def load(more: Sequence[str]) -> Spec:
         return load_spec(plan, more)
 
     def ask(profile: Path | None) -> PlanRequest:
         return request_of_model(model, load, example_inputs=example_inputs, profile=profile)
 
-    stated, source = complete_statements(
+    stated, source, lock = complete_statements(
         plan, load, graph_of(model), ask=ask, noted=_logger.warning
     )
-    return dict(stated), source
+    return dict(stated), source, lock

@@ -22,6 +22,7 @@ from meshplan.runtime.base.mesh import local_of
 from meshplan.shown import shown
 from meshplan.state.boxes import LocalBox
 from meshplan.state.held import HeldTensor, held_alone, held_sharded, held_whole, plain_name
+from meshplan.state.names import find_renaming
 from meshplan.state.safetensors import Bytes
 
 WORDS: Final[Mapping[torch.dtype, str]] = MappingProxyType(
@@ -78,6 +79,14 @@ class LiveState:
         self.names = {
             fqn: f"model/{plain_name(fqn)}" for fqn, p in placed.items() if p.info.is_persistent
         }
+        first: dict[str, str] = {}
+        for fqn, name in self.names.items():
+            if (other := first.setdefault(name, fqn)) != fqn:
+                what = (
+                    f"{other} and {fqn} would be saved under one name, because torch's wrappers "
+                    "add what they differ in"
+                )
+                raise StateError(Problem(what, fix="give one of the two another name"))
         self.tensors: dict[str, LiveTensor] = {}
         self._copies: dict[str, list[torch.Tensor]] = {}
         self._owners: dict[int, str] = {}
@@ -150,9 +159,12 @@ class LiveState:
 
     def set_extra_states(self, states: Mapping[str, Any]) -> None:
         """Give modules back what they have added to their state dict."""
-        for fqn, module in self._stateful():
-            if fqn in states:
-                module.set_extra_state(states[fqn])
+        own = dict(self._stateful())
+        renamed = find_renaming(((name,) for name in states), own).names
+        for name, state in states.items():
+            module = own.get(renamed.get(name, name))
+            if module is not None:
+                module.set_extra_state(state)
 
     def _stateful(self) -> Iterator[tuple[str, nn.Module]]:
         for root in self._modules():

@@ -20,6 +20,7 @@ from meshplan.errors import Origin, Problem, StateError
 from meshplan.runtime.base.mesh import local_of
 from meshplan.runtime.state.agree import agree
 from meshplan.runtime.state.background import finish_background, next_board
+from meshplan.runtime.state.generators import restore_states, states_for
 from meshplan.runtime.state.live import DTYPES, LiveState, LiveTensor
 from meshplan.runtime.state.save import Stateful
 from meshplan.runtime.train.dataloader import StatefulLoader
@@ -66,7 +67,9 @@ def load(
     """Load a state that `meshplan.save` wrote. All ranks must call this function.
 
     The plan and the number of ranks may be others than when the state was saved. Weights and the
-    optimizer's states are then the same numbers, sharded anew.
+    optimizer's states are then the same numbers, sharded anew. The random number generators of
+    Python, NumPy and torch go on where they were; under another plan, those that were alike on all
+    ranks.
 
     Args:
         path: The folder that was given to `save`.
@@ -127,6 +130,9 @@ def load(
                 what = f"{word}={value!r} has no load_state_dict"
                 raise StateError(Problem(what, fix="pass the object that was given to save"))
         found["values"] = loading.values()
+        is_same = (manifest.plan, manifest.world_size) == (live.plan.digest(), board.size)
+        saved = manifest.values.get("random", {})  # States of earlier versions have none.
+        found["random"] = states_for(saved, board.rank, same_plan=is_same)
         if isinstance(data, StatefulLoader):
             data.check_state(found["values"]["data"])
 
@@ -139,6 +145,7 @@ def load(
         scheduler.load_state_dict(values["scheduler"])
     if data is not None:
         data.load_state_dict(values["data"])
+    restore_states(found["random"])
     loading.warn()
     return LoadedState(manifest.step, values["extra"], folder, tuple(loading.skipped))
 
@@ -166,11 +173,12 @@ class Loading:
         *,
         strict: bool,
     ) -> None:
-        self._live, self._manifest, self._folder = live, manifest, folder
+        self._live, self._folder = live, folder
         self._optimizer, self._strict = optimizer, strict
-        self._reader = StateReader(folder, manifest)
         self._matching = match(manifest, live.plan)
-        self._states = optimizer_states(manifest)
+        self._manifest = self._matching.manifest
+        self._reader = StateReader(folder, self._manifest)
+        self._states = optimizer_states(self._manifest)
         self._cast: set[tuple[str, str]] = set()
         self.skipped = [*self._matching.missing, *self._matching.unexpected]
 
@@ -252,7 +260,7 @@ class Loading:
     def _load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         saved = self._manifest.values["optimizer"]
         for group, form in zip(optimizer.param_groups, saved["groups"], strict=True):
-            for key, value in from_json(form["options"], _no_tensor).items():
+            for key, value in from_json(form["options"]).items():
                 now = group.get(key)
                 if isinstance(now, torch.Tensor):
                     now.fill_(value)
@@ -265,7 +273,7 @@ class Loading:
                 name = plain_name(fqn)
                 states = optimizer.state[parameter]
                 states.clear()
-                states.update(from_json(saved["plain"].get(name, {}), _no_tensor))
+                states.update(from_json(saved["plain"].get(name, {})))
                 for word, tensor in self._states.get(name, {}).items():
                     states[word] = self._state(
                         fqn, word, tensor, parameter, is_on_device=is_on_device
@@ -305,11 +313,13 @@ class Loading:
             return value
 
         values = self._manifest.values
-        return {key: from_json(values[key], tensor) for key in values if key != "optimizer"}
+        others = values.keys() - {"optimizer", "random"}
+        return {key: from_json(values[key], tensor) for key in others}
 
     def warn(self) -> None:
         """Warn of what was cast or skipped, at the caller's line of a guarded function."""
-        notes = [
+        notes = list(self._matching.notes())
+        notes += [
             f"the state's {saved} tensors were cast to {own}, in which this plan keeps them"
             for saved, own in sorted(self._cast)
         ]
@@ -317,7 +327,3 @@ class Loading:
             notes.append(f"{len(self.skipped)} tensors were skipped: {listed(self.skipped)}")
         for note in notes:
             warnings.warn(note, stacklevel=4)
-
-
-def _no_tensor(key: str) -> Any:
-    raise ValueError(f"unexpected tensor {key}")

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshplan.errors import Problem, StateError
+from meshplan.errors import Origin, Problem, StateError
 from meshplan.runtime.comparisons.drift import check_drift
 from meshplan.runtime.state.agree import agree
 from meshplan.runtime.state.background import finish_background, in_background, next_board
+from meshplan.runtime.state.generators import merge_states, take_states
 from meshplan.runtime.state.live import (
     LiveState,
     LiveTensor,
@@ -92,7 +93,8 @@ def save(
         The folder of the state. With `asynchronous` it may not exist yet.
 
     Raises:
-        StateError: The state cannot be written. Nothing has changed.
+        StateError: The state cannot be written, and nothing has changed. Or it is written, but
+            older ones cannot be removed.
         ApplyError: Copies of a parameter on several ranks are no longer equal.
     """
     come_together("save")
@@ -129,7 +131,8 @@ class _Save:
         state: The model on this rank.
         board: The messages between the ranks.
         tensors: The tensors whose shards this rank writes.
-        own_values: What this rank tells rank 0 of its optimizer and of its position in the data.
+        own_values: What this rank tells rank 0: of its optimizer, its position in the data and its
+            random number generators.
         values: On rank 0, everything in the state that is no tensor of the model or optimizer.
     """
 
@@ -180,10 +183,15 @@ class _Save:
         if optimizer is not None:
             groups = _optimizer_values(self.state, optimizer, found)
         modules = {
-            name: to_json(value, f"the extra state of {name}", lambda *_: None)
+            name: to_json(value, f"the extra state of {name}")
             for name, value in self.state.extra_states()
         }
-        self.own_values = {"optimizer": groups, "data": values["data"], "modules": modules}
+        self.own_values = {
+            "optimizer": groups,
+            "data": values["data"],
+            "modules": modules,
+            "random": take_states(),
+        }
         is_first = dist.get_rank() == 0
         self.tensors = written_by(dist.get_rank(), found, self.state.plan.mesh)
         if is_first:
@@ -216,6 +224,7 @@ class _Save:
                     )
                 )
         self.values["optimizer"] = _merged([values["optimizer"] for _, _, values in parts])
+        self.values["random"] = merge_states([values["random"] for _, _, values in parts])
         self.values["modules"] = {}
         for _, _, values in reversed(parts):  # The first rank's value counts.
             self.values["modules"] |= values["modules"]
@@ -276,6 +285,7 @@ class _Save:
             world_size=self.board.size,
             mesh=plan.mesh.sizes,
             plan=plan.digest(),
+            lock=plan.spec.lock,
             versions={"meshplan": __version__, "torch": torch.__version__},
             files=files,
             tensors=found,
@@ -283,7 +293,18 @@ class _Save:
         )
         finish_folder(incomplete(self.path, self.step), manifest)
         if self.keep is not None:
-            remove_old(self.path, self.keep)
+            self._remove_old(self.keep)
+
+    def _remove_old(self, keep: int) -> None:
+        try:
+            remove_old(self.path, keep)
+        except OSError as error:
+            what = (
+                f"step {self.step} is saved, but older states cannot be removed: "
+                f"{error.strerror or error}"
+            )
+            place = Origin(str(error.filename or self.path))
+            raise StateError(Problem(what, place, "remove them, or save without keep=")) from None
 
 
 def _optimizer_values(
@@ -310,11 +331,11 @@ def _optimizer_values(
                 if isinstance(value, torch.Tensor):
                     tensors.append(state.state_of(fqn, word, value))
                 else:
-                    others[word] = to_json(value, f"{word} of {name}", lambda *_: None)
+                    others[word] = to_json(value, f"{word} of {name}")
             if others:
                 plain[name] = others
         options = {key: value for key, value in group.items() if key != "params"}
-        form = to_json(options, f"optimizer.param_groups[{number}]", lambda *_: None)
+        form = to_json(options, f"optimizer.param_groups[{number}]")
         groups.append({"options": form, "params": list(names)})
     return {"type": type(optimizer).__name__, "groups": groups, "plain": plain}
 

@@ -11,14 +11,16 @@ from typing import Final
 
 import torch.distributed as dist
 
-from meshplan.errors import ApplyError
-from meshplan.runtime.watch.guard import current_job
-from meshplan.runtime.watch.job import Job
+from meshplan.errors import ApplyError, Problem
+from meshplan.runtime.watch.guard import current_job, dead_rank
+from meshplan.runtime.watch.job import RESTART, Job
 from meshplan.runtime.watch.server import Server
 from meshplan.runtime.watch.watchdog import STOPPED_S
 
 _POLL_S: Final = 0.01
 """Seconds between two looks into the store."""
+_LOOK_S: Final = 0.5
+"""Seconds between two looks at the processes of the other ranks."""
 
 
 class Board:
@@ -49,14 +51,22 @@ class Board:
         """Wait for the message of a rank on a topic, and return it.
 
         Raises:
-            ApplyError: The process group has ended.
+            ApplyError: The process group has ended, or the process of a rank has.
         """
         if self._job is None:
             return self._own
         key = f"{self._key}/{topic}/{rank}"
+        looked = time.monotonic()
         while not self._store.check([key]):
             if self._job.cause:
                 raise ApplyError(self._job.failed())
+            if time.monotonic() - looked >= _LOOK_S:
+                looked, dead = time.monotonic(), dead_rank()
+                # A rank may end as soon as it has what this rank still waits for.
+                if dead is not None and not self._store.check([key]):
+                    what = f"rank {self.rank} waits for rank {rank}, but rank {dead} "
+                    fix = f"see the log of rank {dead}; then {RESTART}"
+                    raise ApplyError(Problem(f"{what}died or was killed", fix=fix))
             time.sleep(_POLL_S)
         return self._store.get(key).decode()
 

@@ -266,6 +266,11 @@ def _handle_failure(job: Job, error: BaseException, before: _Sequences) -> Apply
     return ApplyError(job.failed()) if is_lost else None
 
 
+def dead_rank() -> int | None:
+    """Return a rank on this machine whose process has ended; None if there is none."""
+    return None if _watchdog is None else _watchdog.dead_rank()
+
+
 def _lost(job: Job, peer: str) -> Problem:
     """Return the problem that this rank lost its connection to `peer`, such as "rank 3"."""
     at = f" (in {job.progress.running})" if job.progress.running else ""

@@ -341,6 +341,10 @@ class Watchdog(threading.Thread):
         """Return True if a rank's process is on this machine and has ended."""
         return rank in self._beside and self._beside.is_gone(rank)
 
+    def dead_rank(self) -> int | None:
+        """Return a rank on this machine whose process has ended; None if there is none."""
+        return next((rank for rank in self._beside if self._beside.is_gone(rank)), None)
+
     def is_store_silent(self) -> bool:
         """Return True if the process that serves the store is stopped: requests would hang."""
         return self._server.is_stopped()

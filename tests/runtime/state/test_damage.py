@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import re
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,7 +122,7 @@ def save_where_one_cannot(path, asynchronous):
     """Rank 1 cannot write its file; then it can."""
     job = Job(plan_of("ddp"))
     job.train(1)
-    meshplan.save(path, job.model, job.optimizer, step=1)
+    meshplan.save(path, job.model, job.optimizer, step=0)
     real = os.open
 
     def full(name, *args, **kwargs):
@@ -130,14 +134,12 @@ def save_where_one_cannot(path, asynchronous):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "open", full)
         try:
-            meshplan.save(path, job.model, job.optimizer, step=2, asynchronous=asynchronous)
-            job.train(1)
-            meshplan.load(path, job.model)  # Told here, if it was written meanwhile.
+            save_and_train(path, job, asynchronous)
         except StateError as error:
             texts.append(str(error))
     left = sorted(each.name for each in path.iterdir())
     torch.distributed.barrier()
-    meshplan.save(path, job.model, job.optimizer, step=2)
+    meshplan.save(path, job.model, job.optimizer, step=1)
     return texts, left, sorted(each.name for each in path.iterdir())
 
 
@@ -147,8 +149,86 @@ def test_a_full_disk_of_one_rank_is_told_on_all(pool, tmp_path, asynchronous):
         (text,) = texts
         assert "rank 1: a file of the state cannot be read or written: No space left" in text
         assert "rank-00001.safetensors" in text
-        assert left == ["step-00000001"]
-        assert after == ["step-00000001", "step-00000002"]
+        assert left == ["step-00000000"]
+        assert after == ["step-00000000", "step-00000001"]
+
+
+READ_ONLY = ("open", "mkdir", "rename", "unlink", "rmdir")
+"""The calls that change a folder; `open` does if it may write."""
+
+
+class ReadOnly:
+    """A disk on which some of these calls fail, as on one that is mounted for reading."""
+
+    def __init__(self, patch, calls, skipped=0):
+        self.skipped = skipped
+        for name in calls:
+            patch.setattr(os, name, self.wrapped(name, getattr(os, name)))
+
+    def wrapped(self, name, real):
+        def call(path, *args, **kwargs):
+            if name == "open" and not args[0] & (os.O_WRONLY | os.O_RDWR):
+                return real(path, *args, **kwargs)
+            self.skipped -= 1
+            if self.skipped >= 0:
+                return real(path, *args, **kwargs)
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+        return call
+
+
+def save_on_a_read_only_disk(path, asynchronous):
+    """What each save says where a call fails, and whether it left the folder as it was."""
+    job = Job(plan_of("ddp"))
+    meshplan.save(path, job.model, job.optimizer, step=0)
+    found = []
+    for calls in (*((name,) for name in READ_ONLY[:3]), READ_ONLY):
+        before = contents(path)
+        torch.distributed.barrier()
+        with pytest.MonkeyPatch.context() as patch:
+            ReadOnly(patch, calls)
+            with pytest.raises(StateError) as caught:
+                save_and_train(path, job, asynchronous)
+        found.append((str(caught.value), contents(path) == before, len(job.train(1))))
+    meshplan.save(path, job.model, job.optimizer, step=1, keep=1)
+    return found, [each.name for each in path.iterdir()]
+
+
+def save_and_train(path, job, asynchronous):
+    meshplan.save(path, job.model, job.optimizer, step=1, asynchronous=asynchronous)
+    job.train(1)
+    meshplan.load(path, job.model)  # Told here, if it was written meanwhile.
+
+
+def contents(path):
+    return {each: each.read_bytes() for each in path.rglob("*") if each.is_file()}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_read_only_disk_is_told_on_all_ranks_and_nothing_changes(pool, tmp_path, asynchronous):
+    one, other = pool(2).run(save_on_a_read_only_disk, tmp_path, asynchronous)
+    assert one == other
+    for text, is_unchanged, steps in one[0]:
+        assert "cannot be read or written: Read-only file system" in text
+        assert str(tmp_path) in text
+        assert (is_unchanged, steps) == (True, 1)
+    assert one[1] == ["step-00000001"]
+
+
+def save_where_nothing_is_removed(path):
+    job = Job(plan_of("ddp"))
+    meshplan.save(path, job.model, step=1)
+    with pytest.MonkeyPatch.context() as patch:
+        ReadOnly(patch, ("rename",), skipped=1)
+        with pytest.raises(StateError) as caught:
+            meshplan.save(path, job.model, step=2, keep=1)
+    return str(caught.value), meshplan.load(path, job.model).step
+
+
+def test_a_state_that_is_whole_is_kept_if_older_ones_stay(pool, tmp_path):
+    for text, step in pool(2).run(save_where_nothing_is_removed, tmp_path):
+        assert "step 2 is saved, but older states cannot be removed: Read-only file" in text
+        assert step == 2
 
 
 def save_bad(path, case):
@@ -299,6 +379,68 @@ def test_masks_of_dropout_and_states_of_modules_go_on(pool, tmp_path):
     before = pool(2).run(drop_steps, tmp_path, False)
     assert pool(2).run(drop_steps, tmp_path, True) == before
     assert before[0][1] == 7
+
+
+def draws(path, seeds, plan, is_resumed):
+    """What a rank draws from every generator after a state was saved; the seeds are its own."""
+    rank = torch.distributed.get_rank()
+    seed = 100 * is_resumed + (rank if seeds == "of ranks" else 0)
+    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+    random.gauss(0, 1), np.random.randn()  # Each of them keeps a second number for the next call.
+    job = Job(plan_of(plan), seed=seed)
+    (meshplan.load if is_resumed else meshplan.save)(
+        path, job.model, job.optimizer, **({} if is_resumed else {"step": 1})
+    )
+    numbers = [random.gauss(0, 1), random.random(), *np.random.randn(3).tolist()]
+    return [*numbers, np.random.randint(10**9), *torch.randn(3).tolist()]
+
+
+def test_draws_of_python_numpy_and_torch_go_on(pool, tmp_path):
+    before = pool(2).run(draws, tmp_path, "of ranks", "ddp", False)
+    assert before[0] != before[1]
+    assert pool(2).run(draws, tmp_path, "of ranks", "ddp", True) == before
+
+
+@pytest.mark.parametrize("seeds", ["the same", "of ranks"])
+def test_under_another_plan_only_draws_that_all_ranks_had_alike_go_on(pool, tmp_path, seeds):
+    before = pool(2).run(draws, tmp_path, seeds, "ddp", False)
+    for plan, world in (("zero1", 2), ("one", 1)):
+        after = pool(world).run(draws, tmp_path, seeds, plan, True)
+        assert all((one == before[0]) == (seeds == "the same") for one in after)
+        assert len({tuple(one) for one in after}) == (1 if seeds == "the same" else world)
+
+
+def spoiled(path, generator, state):
+    """The error of a state whose generator has an impossible state, and what was changed."""
+    job = Job(plan_of("one"))
+    folder = meshplan.save(path, job.model, step=1)
+    manifest = read_manifest(folder)
+    values = manifest.values | {"random": manifest.values["random"] | {generator: [state]}}
+    (folder / "manifest.json").write_bytes(replace(manifest, values=values).dump())
+    other = Job(plan_of("one"), seed=1)
+    random.random(), np.random.rand()
+    before, drawn = other.numbers(), (random.getstate(), torch.get_rng_state())
+    with pytest.raises(StateError) as caught:
+        meshplan.load(path, other.model)
+    after = other.numbers()
+    assert all(np.array_equal(after[name], before[name]) for name in before)
+    assert random.getstate() == drawn[0]
+    assert torch.equal(torch.get_rng_state(), drawn[1])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("generator", "state"),
+    [
+        ("python", {"$tuple": [3, {"$bytes": "AAAA"}, None]}),
+        ("numpy", {"$tuple": ["MT19937", {"$bytes": "AAAA"}, 0, 0, 0.0]}),
+        ("cpu", {"$bytes": "AAAA"}),
+        ("cpu", {"$tensor": "values/0"}),
+    ],
+)
+def test_a_state_that_no_generator_takes_changes_nothing(pool, tmp_path, generator, state):
+    (text,) = pool(1).run(spoiled, tmp_path, generator, state)
+    assert f"no valid state of the random number generator {generator}: " in text
 
 
 def killed(path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 
 import pytest
 import torch
@@ -127,6 +128,91 @@ def test_a_tied_tensor_is_saved_once_and_found_by_both_names(pool, tmp_path):
     assert names["model/embed.weight"]["aliases"] == ["head.weight"]
     assert "model/head.weight" not in names
     assert all(pool(4).run(load_untied, tmp_path))
+
+
+class Wrapper(torch.nn.Module):
+    """A module whose names begin with those that DistributedDataParallel adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = Counting()
+
+    def forward(self, x):
+        return self.module(x)
+
+
+class Counting(torch.nn.Linear):
+    """A layer with an extra state."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.count = 0
+
+    def get_extra_state(self):
+        return self.count
+
+    def set_extra_state(self, state):
+        self.count = state
+
+
+def trained_wrapper(path, made, is_resumed):
+    """The loss of a step after the first, or after its state: with which notes it was loaded."""
+    module = made()
+    layer = getattr(module, "module", module)
+    model = meshplan.parallelize(module, {"version": 1, "strategy": "full_shard"})
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    part = meshplan.local_batch(model, x)
+
+    def step():
+        return meshplan.train_step(model, optimizer, part, part, torch.nn.functional.mse_loss)
+
+    notes = []
+    if is_resumed:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            meshplan.load(path, model, optimizer)
+        notes = [str(each.message) for each in caught if "other names" in str(each.message)]
+        assert layer.count == 7
+    else:
+        step()
+        layer.count = 7
+        meshplan.save(path, model, optimizer, step=1)
+    return step(), notes
+
+
+@pytest.mark.parametrize(("source", "target"), [(Wrapper, Counting), (Counting, Wrapper)])
+def test_a_wrapped_module_and_a_bare_one_load_each_other(pool, tmp_path, source, target):
+    before = pool(2).run(trained_wrapper, tmp_path, source, False)
+    for (loss, notes), (expected, _) in zip(
+        pool(2).run(trained_wrapper, tmp_path, target, True), before, strict=True
+    ):
+        assert loss == expected
+        (note,) = notes
+        assert "2 tensors were loaded under other names" in note
+        assert "module.weight" in note
+
+
+class Twice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self._orig_mod = torch.nn.Linear(8, 8), torch.nn.Module()
+        self._orig_mod.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self._orig_mod.layer(self.layer(x))
+
+
+def save_twice(path):
+    model = meshplan.parallelize(Twice(), {"version": 1, "strategy": "ddp"})
+    with pytest.raises(
+        StateError, match=r"layer\.weight and _orig_mod.layer.weight would be saved"
+    ):
+        meshplan.save(path, model, step=1)
+
+
+def test_two_tensors_are_never_saved_under_one_name(pool, tmp_path):
+    pool(1).run(save_twice, tmp_path)
 
 
 class Other(Model):

@@ -94,6 +94,25 @@ def test_any_layout_writes_whole_tensors(pool, tmp_path, layout):
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected.values())
 
 
+def read_wrapped(path):
+    torch.manual_seed(9)
+    model = meshplan.parallelize(llama(), FULL)
+    with pytest.warns(
+        UserWarning, match=r"21 tensors were .*: module.model.embed_tokens.weight as"
+    ):
+        assert meshplan.load_pretrained(model, path) == ()
+    return meshplan.full_state_dict(model)
+
+
+def test_names_of_a_wrapped_model_are_read_with_a_note(pool, tmp_path):
+    from safetensors.torch import save_file
+
+    expected = llama().state_dict()
+    save_file({f"module.{name}": t for name, t in expected.items()}, tmp_path / "model.safetensors")
+    again = pool(2).run(read_wrapped, tmp_path)[0]
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+
+
 def refused(path, kind):
     model = meshplan.parallelize(Model(), plan_of("ddp"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -114,6 +133,7 @@ def refused(path, kind):
         ("index", "the index is not valid"),
         ("outside", "the index names the file"),
         ("torn", "not a whole safetensors file"),
+        ("both", "head.weight and module.head.weight in the state could each be head.weight"),
         ("lost", "the index names head.weight, which is not in model.safetensors"),
     ],
 )
@@ -123,6 +143,8 @@ def test_what_cannot_be_read_or_written_is_told_on_all_ranks(pool, tmp_path, kin
     file, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
     if kind not in ("none", "nowhere"):
         save_file({name: torch.ones(3) for name in "abc"}, file)
+    if kind == "both":
+        save_file({name: torch.ones(3) for name in ("head.weight", "module.head.weight")}, file)
     if kind == "index":
         index.write_text("[]")
     elif kind == "outside":
