@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshplan.api.batch_size import find_batch_size as find_batch_size
     from meshplan.api.checking import check_plan as check_plan
     from meshplan.api.checking import decide as decide
     from meshplan.api.checking import estimate_memory as estimate_memory
@@ -95,6 +96,7 @@ _ROOMS = {
     "estimate_memory": "meshplan.api.checking",
     "check_plan": "meshplan.api.checking",
     "verify_plan": "meshplan.api.checking",
+    "find_batch_size": "meshplan.api.batch_size",
     "search_plan": "meshplan.api.planning",
     "explain": "meshplan.api.planning",
     "lock_plan": "meshplan.api.planning",

@@ -51,6 +51,7 @@ def run(pool, tmp_path):
     return run
 
 
+@pytest.mark.wide  # `test_torchrun.py` has an example that goes on.
 def test_nanogpt_learns_and_goes_on_under_another_plan(run, tmp_path):
     losses, text = run("nanogpt", "full_shard", "states")
     unseen = [float(each) for each in re.findall(r"unseen text (\d\.\d+)", text)]

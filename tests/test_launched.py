@@ -73,6 +73,7 @@ def places(ranks: list[dict[str, Any]]) -> list[tuple[int, ...]]:
 TWO_BY_TWO = [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
 
 
+@pytest.mark.wide  # `test_torchrun.py` has an example in this form.
 def test_two_nodes_on_this_machine_save_when_they_are_stopped(plan, pool, tmp_path):
     states = tmp_path / "states"
     job = start(*MESHPLAN, "launch", "-f", plan, "--local", SCRIPT, plan, states, ENDLESS)

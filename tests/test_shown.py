@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import meshplan
+from meshplan.api.batch_size import BatchSize
 from meshplan.errors import Origin, Problem
 from meshplan.plan.verdict import refused
 from meshplan.runtime.state.load import LoadedState
@@ -65,6 +66,7 @@ MADE: Mapping[str, Callable[[], Any]] = {
     "ApplyError": lambda: meshplan.ApplyError(MANY),
     "StateError": lambda: meshplan.StateError(MANY),
     "MissingStateError": lambda: meshplan.MissingStateError(MANY),
+    "find_batch_size": lambda: BatchSize(4, 2**34, 2**35, (1, 2, 4)),
     "load": lambda: LoadedState(step=10, extra={"a": 1}, folder=Path("states/step-00000010")),
 }
 """By the name of what gives it: a value, of a large model if it grows with the model."""

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+MESHPLAN = (sys.executable, "-m", "meshplan")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 TIMEOUT_S = 120
 
@@ -177,13 +178,14 @@ def test_the_example_goes_on_under_another_plan_after_it_was_killed(tmp_path: Pa
     whole = lines_of(start(sys.executable, example, plans["ddp"], tmp_path / "whole"))
     assert [line.partition(":")[0] for line in whole] == [
         "epoch 0, step 10", "epoch 1, step 20", "epoch 1, step 30"]  # fmt: skip
-    job = start(*TORCHRUN, "--nproc-per-node", 2, example, plans["full_shard"], tmp_path / "cut")
+    nodes = ("--local", "--nodes", 2, "--gpus-per-node", 1)
+    job = start(*MESHPLAN, "launch", *nodes, example, plans["full_shard"], tmp_path / "cut")
     assert job.stdout is not None
     while not job.stdout.readline().startswith("epoch 1, step 20"):
         assert job.poll() is None
     while not list((tmp_path / "cut").glob("step-00000020")):
         assert job.poll() is None
-    job.terminate()  # torchrun passes it on to its ranks, which save.
+    job.terminate()  # Both launchers pass it on to their ranks, which save.
     job.communicate()
     stopped_at = max(int(path.name.partition("-")[2]) for path in (tmp_path / "cut").glob("step-*"))
     again = lines_of(start(sys.executable, example, plans["ddp"], tmp_path / "cut"))

@@ -19,7 +19,6 @@ from meshplan.cli.common import (
     source_of,
 )
 from meshplan.errors import Origin, Problem, SpecError
-from meshplan.launch.environment import first_host
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -143,6 +142,8 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _host(args: argparse.Namespace, nodes: int) -> str:
     """Return the node at which the others meet: --host, or what the scheduler says."""
+    from meshplan.launch.environment import first_host
+
     environment = args.environment
     nodes_of_job = environment.get("SLURM_JOB_NODELIST", "")
     host = args.host or environment.get("MASTER_ADDR") or first_host(nodes_of_job)

@@ -56,7 +56,7 @@ REFUSALS: dict[str, tuple[Any, str, str]] = {
         {"version": 1, "mesh": {"dp_shard": 3}},
         "PlanError",
         "meshplan: 1 problem\n"
-        "<mapping>: mesh: the mesh has 3 devices, but 4 are available\n"
+        "<mapping>: mesh: the mesh has 3 devices, but 4 are available: WORLD_SIZE is 4\n"
         f"    {FIX_PRODUCT}, or start 3 ranks: torchrun --nproc-per-node 3 train.py",
     ),
     "two statements disagree": (
