@@ -61,12 +61,14 @@ def find_batch_size(
         PlanError: The memory of a device is not stated, or not even the smallest microbatch fits.
     """
     source = source_of(plan, overrides, **given)
-    source = replace(source, overrides=(*source.overrides, "batch.accumulate="))
+    if source.spec.batch.global_ is not None:  # It follows from the other two.
+        source = source.with_overrides(["batch.accumulate="])
     decided = decide(source.with_overrides(["batch.micro=", "batch.global="]))
     sizes = _sizes(source.spec.batch.global_, decided, most)
     if not sizes:
-        what = "no microbatch divides the global batch over the data ranks"
-        raise PlanError(Problem(what, decided.spec.origin("batch.global"), "state another one"))
+        what = f"no microbatch of at most {most} samples divides over the data ranks and stages"
+        fix = "state another batch.global, or a larger number of samples to try"
+        raise PlanError(Problem(what, decided.spec.origin("batch.global"), fix))
     found: dict[int, BatchSize | None] = {}
 
     def fits(size: int) -> bool:

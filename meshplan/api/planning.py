@@ -311,6 +311,9 @@ def compare_run(
 
     run, source = read_run(path), source_of(plan, overrides, **given)
     decided = checking.decide(source, noted=report)
+    if run.plan != decided.digest():
+        report("the run was of another plan, or of a module of which the config is no exact copy")
+    device, _, _ = read_limit(source.gpu, source.memory, decided.spec)
     memory: MemoryEstimate | MeshplanError
     try:
         memory = checking.estimate_memory(source, fixes=False, report=report)
@@ -322,7 +325,9 @@ def compare_run(
             known = figures_of(search_plan(source, report=report), decided).get("step_s")
     named = source.profile or profile_of_lock(decided.spec.source)
     profile = read_profile(Path(named), Origin("--profile")) if named is not None else None
-    return compare_run(run, decided, memory, known, profile=profile, tolerance=tolerance)
+    return compare_run(
+        run, decided, memory, known, device=device, profile=profile, tolerance=tolerance
+    )
 
 
 def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, Lock] | None:

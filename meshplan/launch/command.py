@@ -103,9 +103,12 @@ def own_address(host: str) -> str:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, PORT))  # Sends nothing, but chooses the interface.
-            return str(probe.getsockname()[0])
+            own = str(probe.getsockname()[0])
     except OSError:
         return ""
+    # Debian gives a machine's own name an address of its loopback, at which no other node finds it.
+    is_asked_for = host == "localhost" or host.startswith("127.")
+    return "" if own.startswith("127.") and not is_asked_for else own
 
 
 def serves_unasked(host: str, own: str) -> bool:

@@ -55,6 +55,18 @@ def test_the_first_node_knows_itself_by_its_address():
     assert own_address("no such host") == ""
 
 
+def test_a_name_that_stands_for_the_loopback_is_no_address_for_other_nodes(monkeypatch):
+    """Debian's /etc/hosts gives a machine's name the address 127.0.1.1."""
+
+    class Probe(socket.socket):
+        def connect(self, address):
+            super().connect(("127.0.0.1", address[1]))
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert own_address("node1") == ""
+    assert own_address("localhost") == "127.0.0.1"
+
+
 @pytest.mark.parametrize(
     ("own", "of_name", "is_asked"),
     [("10.0.0.1", ["10.9.9.9"], True), ("10.0.0.1", ["10.0.0.1"], False),

@@ -189,6 +189,7 @@ def compare_run(
     memory: MemoryEstimate | MeshplanError,
     step_s: float | None = None,
     *,
+    device: str = "",
     profile: Profile | None = None,
     tolerance: float,
 ) -> RunComparison:
@@ -200,6 +201,7 @@ def compare_run(
         memory: The estimate of the plan's memory, or why there is none.
         step_s: Predicted seconds of a step, for a model without a config; None to predict them from
             the config.
+        device: Name of the device; "" for the one that the plan states.
         profile: Measured speeds of the machine; None for the tables of known devices.
         tolerance: Relative error up to which a prediction holds.
 
@@ -213,7 +215,7 @@ def compare_run(
     seconds = Figure(step_s) if step_s is not None else Figure(None, "unknown")
     if step_s is None:
         try:
-            device, _, _ = read_limit(None, None, plan.spec)
+            device = device or read_limit(None, None, plan.spec)[0]
             costed = Costed(plan, cluster_of(plan.spec, device, profile), profile)
             seconds = Figure(costed.seconds)
         except MeshplanError as error:

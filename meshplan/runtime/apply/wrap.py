@@ -62,13 +62,16 @@ class Applied:
     """The state behind `model.meshplan`: the applied plan and what training has seen so far.
 
     Attributes:
-        plan: The plan that was applied.
+        plan: The plan that was applied, with the microbatches of the present epoch if a loader
+            changes them.
         mesh: The live DeviceMesh, with the plan's axis names.
         loss_scale: Current scale of the loss under fp16, 1.0 otherwise.
         steps_without_overflow: Steps since the scale last changed.
         is_tested: True once `train_step` has run the checks of its first call: of the optimizer,
             and, with tp, that all ranks along tp compute the same loss.
         history: What `train_step` has observed about the loss function and the batches so far.
+        is_averaged: True while `EMA.averaged` has put averages in place of the weights.
+        given: The plan as it was applied.
     """
 
     plan: Plan
@@ -77,6 +80,11 @@ class Applied:
     steps_without_overflow: int = 0
     is_tested: bool = False
     history: History = field(default_factory=History)
+    is_averaged: bool = False
+    given: Plan = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.given = self.plan
 
 
 def applied(model: nn.Module) -> Applied:

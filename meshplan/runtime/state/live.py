@@ -72,7 +72,7 @@ class LiveState:
 
     def __init__(self, model: nn.Module) -> None:
         self.applied: Applied = applied(model)
-        self.plan: Plan = self.applied.plan
+        self.plan: Plan = self.applied.given
         self.model = model
         self._rank = dist.get_rank()
         placed = self.plan.assignment.tensors

@@ -100,6 +100,10 @@ def save(
     come_together("save")
     finish_background()
     state = LiveState(model)
+    if state.applied.is_averaged:
+        what = "the model has its averaged weights, from which a training cannot go on"
+        fix = "end the block `with ema.averaged()`, or write them with meshplan.save_pretrained"
+        raise StateError(Problem(what, fix=fix))
     check_drift(model, state.plan, state.applied.mesh)
     task = _Save(Path(os.fspath(path)), step, keep, state, next_board())
     objects = {"scheduler": scheduler, "data": data, "extra": extra}

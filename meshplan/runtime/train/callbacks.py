@@ -56,7 +56,7 @@ class Callback:
         """
 
     def on_step(self, record: StepRecord) -> None:
-        """Called when the step after `record` begins, or the run ends."""
+        """Called before the step after `record`, or when the run ends."""
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Called when the run ends, with the content of run.json."""
@@ -66,7 +66,8 @@ class CSVWriter(Callback):
     """Writes a row for each step into `metrics.csv` in the run's folder.
 
     A run that goes on from a saved state goes on in the same file: the rows of steps that are
-    repeated, because they came after that state, are removed first.
+    repeated, because they came after that state, are removed first. A run that begins anew keeps
+    the rows of an earlier one in `metrics.csv.old`.
     """
 
     def __init__(self) -> None:
@@ -76,6 +77,8 @@ class CSVWriter(Callback):
     def on_start(self, folder: Path, first_step: int) -> None:
         self._path = folder / "metrics.csv"
         rows: list[dict[str, str]] = []
+        if first_step == 1 and self._path.exists():
+            os.replace(self._path, folder / "metrics.csv.old")
         if self._path.exists():
             with open(self._path, newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)

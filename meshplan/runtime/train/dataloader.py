@@ -47,7 +47,8 @@ def dataloader(
     Which samples a step takes depends on the dataset, `batch_size`, `seed` and the number of the
     epoch, and not on the number of ranks. Ranks along tp, pp and cp get the same samples. Each
     sample is read with the random numbers of its own place in the epoch, so that random
-    augmentations are the same under any plan, with any number of workers and after a restart.
+    augmentations are the same under any plan, with any number of workers and after a restart. A
+    dataset that reads lists (`__getitems__`) draws once for each list, which depends on the ranks.
 
     Args:
         dataset: A map-style dataset (`__len__` and `__getitem__`), or an iterable one, which every
@@ -69,7 +70,7 @@ def dataloader(
         ApplyError: The batch does not divide over data ranks and microbatches, the dataset has less
             than one batch, the last batch cannot be filled up, or ranks pass different arguments.
     """
-    plan = applied(model).plan
+    plan = applied(model).given
     if seed < 0:
         raise ApplyError(Problem(f"seed is {seed}, but cannot be negative"))
     share = share_of_rank(plan, batch_size, drop_last=drop_last)
@@ -80,7 +81,7 @@ def dataloader(
     check_ranks({"dataset": length, "batch_size": share.batch_size, "shuffle": shuffle,
                   "seed": seed, "drop_last": drop_last, "accumulate": accumulate})  # fmt: skip
     read = EpochReader(dataset, length, shares, shuffle, seed, num_workers, collate_fn)
-    return StatefulLoader(read, model, sets_accumulate=bool(accumulate))
+    return StatefulLoader(read, model)
 
 
 class StatefulLoader:
@@ -98,11 +99,10 @@ class StatefulLoader:
     `dataloader` makes it.
     """
 
-    def __init__(self, read: EpochReader, model: nn.Module, *, sets_accumulate: bool) -> None:
+    def __init__(self, read: EpochReader, model: nn.Module) -> None:
         self.epoch = 0
         self.samples = 0
-        self._read, self._plan = read, applied(model).plan
-        self._model, self._sets_accumulate = weakref.ref(model), sets_accumulate
+        self._read, self._plan, self._model = read, applied(model).given, weakref.ref(model)
         self._loops = 0
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class StatefulLoader:
                 break
             is_empty = False
             model = self._model()
-            if self._sets_accumulate and model is not None:
+            if model is not None:  # Another loader may have set another number.
                 unit = self._plan.num_microbatches // self._plan.accumulate
                 set_accumulate(model, self._read.share_of(epoch).microbatches // unit)
             if loop != self._loops:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -17,6 +18,9 @@ from meshplan.runtime.base.mesh import local_of
 
 STATE: Final = "ema"
 """Key of the average in the optimizer's state of a parameter."""
+
+_averaging: Final[WeakSet[torch.optim.Optimizer]] = WeakSet()
+"""The optimizers that have an EMA: two would share `STATE`."""
 
 
 class EMA:
@@ -36,7 +40,7 @@ class EMA:
         decay: From 0 to 1: how much of the average stays at each step.
 
     Raises:
-        ApplyError: The decay is not between 0 and 1.
+        ApplyError: The decay is not between 0 and 1, or the optimizer has an EMA already.
 
     Example:
         >>> ema = meshplan.EMA(model, optimizer, decay=0.999)
@@ -50,14 +54,16 @@ class EMA:
         applied(model)
         if not 0 <= decay <= 1:
             raise ApplyError(Problem(f"the decay of an EMA is {decay}, but must be from 0 to 1"))
+        if optimizer in _averaging:
+            raise ApplyError(Problem("this optimizer has an EMA already", fix="use that one"))
+        _averaging.add(optimizer)
         self.decay = decay
         self._model, self._optimizer = model, optimizer
-        self._is_inside = False
         optimizer.register_step_pre_hook(self._check)
         optimizer.register_step_post_hook(self._update)
 
     def _check(self, *_: Any) -> None:
-        if self._is_inside:
+        if applied(self._model).is_averaged:
             raise ApplyError(
                 Problem(
                     "the optimizer stepped while the model has its averaged weights",
@@ -95,11 +101,12 @@ class EMA:
             what = "there are no averaged weights before the first optimizer step"
             raise ApplyError(Problem(what, fix="train a step first, or load a state that has them"))
         self._exchange(known)
-        self._is_inside = True
+        state = applied(self._model)
+        state.is_averaged = True
         try:
             yield
         finally:
-            self._is_inside = False
+            state.is_averaged = False
             self._exchange(known)
 
     def _exchange(self, parameters: list[nn.Parameter]) -> None:

@@ -17,7 +17,8 @@ from meshplan.runtime.apply.context.parts import Parts
 from meshplan.runtime.apply.wrap import Applied, applied
 from meshplan.runtime.base.batch import as_arguments, chunked, mapped
 from meshplan.runtime.base.batch_agreement import num_samples
-from meshplan.runtime.base.mesh import gather_into, submesh
+from meshplan.runtime.base.mesh import device, gather_into, submesh
+from meshplan.runtime.base.pytree import fill, shape_of
 from meshplan.runtime.train.dataloader import (
     check_ranks,
     length_of,
@@ -71,7 +72,7 @@ def predict(
         ... )
     """
     state = applied(model)
-    plan = state.plan
+    plan = state.given
     share, length = share_of_rank(plan, batch_size, drop_last=False), length_of(dataset)
     check_ranks({"dataset": length, "batch_size": share.batch_size})
     reader = EpochReader(dataset, length, {0: share}, False, 0, num_workers, collate_fn)
@@ -101,7 +102,7 @@ def _outputs(
     model: nn.Module, state: Applied, inputs: Any, take: Callable[[Any], Any] | None
 ) -> Any:
     """Return what is kept of the outputs for this rank's samples, in the plan's microbatches."""
-    samples, count = num_samples(inputs), state.plan.accumulate
+    samples, count = num_samples(inputs), state.given.accumulate
     kept = []
     for part in chunked(inputs, count):
         args, kwargs = as_arguments(on_this_rank(part, state.plan))
@@ -123,7 +124,14 @@ def _with_whole_sequence(output: Any, inputs: Any, state: Applied) -> Any:
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         return parts.gather(tensor, 1) if has_sequence(tensor, own) else tensor
 
-    return mapped(output, whole)
+    found: list[torch.Tensor] = []
+
+    def number_of(tensor: torch.Tensor) -> int:
+        found.append(whole(tensor))
+        return len(found) - 1
+
+    # Unlike `mapped`, this keeps the type of a transformers output.
+    return fill(shape_of(output, number_of), found.__getitem__)
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -165,8 +173,9 @@ def _of_all_ranks(own: Any, state: Applied) -> Any:
     _check_shapes(own, group, ranks)
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
-        every = tensor.new_empty((ranks, *tensor.shape))
-        gather_into(every, tensor.detach(), group)
+        own = tensor.detach().to(device())  # NCCL sends nothing from host memory.
+        every = own.new_empty((ranks, *own.shape))
+        gather_into(every, own, group)
         return every.flatten(0, 1).cpu()
 
     return mapped(own, gathered)

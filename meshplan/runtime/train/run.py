@@ -6,15 +6,17 @@ import functools
 import json
 import os
 import platform
-import statistics
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +25,7 @@ from meshplan.errors import ApplyError, MeshplanError, Problem
 from meshplan.files import write_bytes
 from meshplan.plan.plan import Plan
 from meshplan.planner.answers.lock_words import figures_of_lock
+from meshplan.planner.answers.measured import FORMAT
 from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.optimizer_steps import is_due
@@ -36,7 +39,6 @@ from meshplan.version import __version__
 _Step = TypeVar("_Step", bound=Callable[..., float])
 
 RUN_FILE: Final = "run.json"
-FORMAT: Final = "meshplan/run/1"
 WARM_UP: Final = 10
 """First steps that the medians leave out: torch makes its buffers and meshplan compares more."""
 
@@ -44,6 +46,8 @@ _PHASES: Final = {
     "forward": "forward", "loss": "forward", "backward": "backward", "step": "optimizer",
 }  # fmt: skip
 """Name of a phase in a record, by the name with which `train_step` announces it."""
+NAMES: Final = ("data", "forward", "backward", "optimizer")
+"""The phases of a record."""
 
 _runs: WeakKeyDictionary[nn.Module, Run] = WeakKeyDictionary()
 """The open run of a model."""
@@ -86,18 +90,22 @@ class Run:
             raise ApplyError(Problem(what, fix="close that run first"))
         self.folder: Path = Path(folder)
         self.step = step
-        self._model, self._plan = model, state.plan
+        self._model, self._plan = model, state.given
         self._callbacks = callbacks_of(callbacks)
         self._first = step + 1
         self._clock = _Clock()
         self._last: StepRecord | None = None
-        self._records: list[StepRecord] = []
+        self._loss: float | None = None
+        self._timings = array("d")
+        """Seconds of each step, and of its phases by `NAMES`."""
         self._routes: Mapping[Route, int] | None = None
         with guarded("Run"):
             if _is_writer():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for callback in self._callbacks:
                     callback.on_start(self.folder, self._first)
+        if device().type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # Peaks of an earlier run are not of this one.
         _runs[model] = self
         self._clock.restart()
 
@@ -115,19 +123,19 @@ class Run:
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.item()
-            if not isinstance(value, int | float):
+            if not isinstance(value, Real):
                 raise ApplyError(Problem(f"{name} is not a number: {value!r}"))
-            numbers[name] = value
+            numbers[name] = value if isinstance(value, int) else float(value)
         self._last = StepRecord(last.step, last.loss, last.seconds, last.phases, numbers)
 
     def _record(self, take_step: Callable[[], float]) -> float:
         """Take a training step, and keep its record until the next one."""
+        self._emit()  # Before the step, so that what writers take counts as "data".
         with self._clock.taking_step(), self._counting():
             loss = take_step()
-        self._emit()
         self.step += 1
         seconds, phases = self._clock.read()
-        self._last = StepRecord(self.step, loss, seconds, phases)
+        self._last, self._loss = StepRecord(self.step, loss, seconds, phases), loss
         return loss
 
     @contextmanager
@@ -146,12 +154,14 @@ class Run:
             yield
         self._routes = found
 
-    def _emit(self) -> None:
+    def _emit(self, failure: str = "") -> None:
         if self._last is not None:
-            self._records.append(self._last)
             last, self._last = self._last, None
+            self._timings.extend((last.seconds, *(last.phases[name] for name in NAMES)))
             if _is_writer():
-                with guarded():  # The other ranks do not wait for one whose callback fails.
+                # The other ranks do not wait for one whose callback fails. After a failure, a guard
+                # would raise it again.
+                with nullcontext() if failure else guarded():
                     for callback in self._callbacks:
                         callback.on_step(last)
 
@@ -163,7 +173,7 @@ class Run:
         if _runs.get(self._model) is not self:
             raise ApplyError(Problem(f"the run in {self.folder} was closed already"))
         del _runs[self._model]
-        self._emit()
+        self._emit(failure)
         summary = self._summary(failure)
         if _is_writer():
             write_summary(self.folder / RUN_FILE, summary)
@@ -172,11 +182,10 @@ class Run:
         return summary
 
     def _summary(self, failure: str) -> dict[str, Any]:
-        timed = self._records[WARM_UP:] or self._records[1:] or self._records
-        phases = {
-            name: statistics.median(record.phases[name] for record in timed)
-            for name in (timed[0].phases if timed else ())
-        }
+        every_step = np.frombuffer(self._timings).reshape(-1, 1 + len(NAMES))
+        num = len(every_step)
+        timed = every_step[WARM_UP if num > WARM_UP else min(1, max(0, num - 1)) :]
+        medians = np.median(timed, axis=0).tolist() if num else []
         own = _peaks()
         every: list[Any] = [own] * dist.get_world_size()
         if not failure:  # After a failure, other ranks may be gone.
@@ -192,9 +201,9 @@ class Run:
             "ranks": dist.get_world_size(),
             "failure": failure,
             "steps": {"first": self._first, "last": self.step, "timed": len(timed)},
-            "loss": self._records[-1].loss if self._records else None,
-            "step_s": statistics.median(r.seconds for r in timed) if timed else None,
-            "phases_s": phases,
+            "loss": self._loss,
+            "step_s": medians[0] if medians else None,
+            "phases_s": dict(zip(NAMES, medians[1:], strict=False)),
             "collectives": _listed((self._routes or {}).items()),
             "predicted": _predicted(self._plan) if _is_writer() else {},
             "peak_bytes": [peak for peak, _ in every] if not failure else [],
@@ -210,7 +219,8 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._close("" if kind is None else f"{kind.__name__}: {error}")
+        if _runs.get(self._model) is self:  # `close` was not called inside of the block.
+            self._close("" if kind is None else f"{kind.__name__}: {error}")
 
 
 def _listed(counts: Iterable[tuple[Route, int]]) -> list[dict[str, Any]]:
@@ -281,7 +291,7 @@ class _Clock:
         """End a step; return its seconds, and those of each phase."""
         end = self._now()
         marks, self._marks = self._marks, [("data", end)]
-        phases = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.0)
+        phases = dict.fromkeys(NAMES, 0.0)
         for (name, begun), (_, ended) in zip(marks, [*marks[1:], ("", end)], strict=True):
             phases[name] += self._between(begun, ended)
         return sum(phases.values()), phases

@@ -6,6 +6,7 @@ to some of them never. A rank that stopped by itself would leave the others in a
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -65,8 +66,13 @@ def _install() -> None:
 
 def _noting(before: Any) -> Callable[[int, FrameType | None], None]:
     """Return a handler that notes the request and calls the handler that was there before."""
+    installed_by = os.getpid()
 
     def note(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != installed_by:  # A worker that was forked ends by the signal, as before.
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         _asked.set()
         if callable(before):  # Else it is the default, which would end the process, or nothing.
             before(number, frame)

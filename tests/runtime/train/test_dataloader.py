@@ -331,8 +331,11 @@ def accumulated(layout, schedule):
     model = wrapped(layout, batch={"accumulate": 2})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = meshplan.dataloader(Tokens(24), model, batch_size=8, shuffle=True, accumulate=schedule)
+    test = meshplan.dataloader(Tokens(8), model, batch_size=8)
     found = []
     for _ in range(3):
+        for part in test:  # It has the plan's number of microbatches, whatever the epoch has.
+            meshplan.eval_step(model, *part, next_token_loss)
         for inputs, targets in loader:
             loss = meshplan.train_step(model, optimizer, inputs, targets, next_token_loss)
             found.append((model.meshplan.plan.accumulate, len(inputs), loss))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import meshplan
-from meshplan.errors import ApplyError
+from meshplan.errors import ApplyError, StateError
 from tests.helpers.stated import LAYOUTS, Job, next_token_loss, plan_of
 
 DECAY = 0.7
@@ -34,6 +34,8 @@ def averages(plan, path, before, after):
         losses.append(meshplan.eval_step(job.model, *batch, next_token_loss))
         with pytest.raises(ApplyError, match="averaged weights"):
             job.optimizer.step()
+        with pytest.raises(StateError, match="averaged weights"):
+            meshplan.save(path, job.model, job.optimizer, step=99)
     losses.append(meshplan.eval_step(job.model, *batch, next_token_loss))
     return found, losses
 
@@ -63,5 +65,7 @@ def test_no_averages_before_the_first_step(pool):
             meshplan.EMA(job.model, job.optimizer).averaged().__enter__()
         with pytest.raises(ApplyError, match=r"must be from 0 to 1"):
             meshplan.EMA(job.model, job.optimizer, 1.5)
+        with pytest.raises(ApplyError, match="has an EMA already"):
+            meshplan.EMA(job.model, job.optimizer, 0.9)
 
     bad(plan_of("one"))

@@ -12,6 +12,7 @@ import sys
 import time
 import types
 
+import numpy as np
 import pytest
 
 import meshplan
@@ -99,6 +100,8 @@ def going_on(folder):
         interrupted(job, folder)
     with meshplan.Run(folder, job.model, step=4) as run:
         job.train(1)
+        run.log(accuracy=np.float32(0.5))
+        assert run.close()["steps"]["last"] == 5
     with pytest.raises(ApplyError, match="closed already"):
         run.close()
 
@@ -109,6 +112,39 @@ def test_a_run_goes_on_in_the_same_file(tmp_path):
     with open(meshplan_runs / "metrics.csv", newline="") as file:
         assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3", "4", "5"]
     assert json.loads((meshplan_runs / "run.json").read_text())["failure"] == ""
+
+
+class Failing(meshplan.Callback):
+    def on_step(self, record):
+        if record.step == 2:
+            raise OSError("no disk")
+
+
+def failed(folder):
+    job = Job(plan_of("ddp"))
+    try:
+        with meshplan.Run(folder, job.model, callbacks=["csv", Failing()]):
+            job.train(5)
+    except (OSError, ApplyError) as error:
+        return str(error)
+
+
+def test_a_failing_callback_ends_all_ranks_and_is_in_the_file(pool, tmp_path):
+    main, other = pool(2).run(failed, tmp_path)
+    pool(2).close()
+    assert main == "no disk"
+    assert "no disk" in other
+    assert json.loads((tmp_path / "run.json").read_text())["failure"] == "OSError: no disk"
+
+
+def test_a_new_run_keeps_the_rows_of_an_earlier_one(tmp_path):
+    for _ in range(2):
+        job = Job(plan_of("one"))
+        with meshplan.Run(tmp_path, job.model):
+            job.train(1)
+    for name in ("metrics.csv", "metrics.csv.old"):
+        with open(tmp_path / name, newline="") as file:
+            assert [row["step"] for row in csv.DictReader(file)] == ["1"]
 
 
 class Fake(types.ModuleType):
