@@ -20,19 +20,16 @@ from meshplan.errors import ApplyError
 
 
 def prepared(path):
-    begun = time.monotonic()
     with meshplan.main_first():
         if meshplan.is_main():
             time.sleep(0.5)
             path.write_text("tokens")
-        assert path.read_text() == "tokens"
-    return meshplan.is_main(), time.monotonic() - begun
+        return meshplan.is_main(), path.read_text()
 
 
 def test_the_other_ranks_wait_for_the_first(pool, tmp_path):
     found = pool(2).run(prepared, tmp_path / "cache")
-    assert [is_main for is_main, _ in found] == [True, False]
-    assert all(seconds >= 0.5 for _, seconds in found)
+    assert found == [(True, "tokens"), (False, "tokens")]
 
 
 def failing():
