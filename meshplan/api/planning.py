@@ -307,7 +307,7 @@ def compare_run(
         PlanError: The plan does not suit the model.
     """
     from meshplan.planner.answers.difference import figures_of
-    from meshplan.planner.answers.measured import compare_run, read_run
+    from meshplan.planner.answers.measured import comparison_of, read_run
 
     run, source = read_run(path), source_of(plan, overrides, **given)
     decided = checking.decide(source, noted=report)
@@ -325,7 +325,7 @@ def compare_run(
             known = figures_of(search_plan(source, report=report), decided).get("step_s")
     named = source.profile or profile_of_lock(decided.spec.source)
     profile = read_profile(Path(named), Origin("--profile")) if named is not None else None
-    return compare_run(
+    return comparison_of(
         run, decided, memory, known, device=device, profile=profile, tolerance=tolerance
     )
 

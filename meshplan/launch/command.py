@@ -26,7 +26,7 @@ _CALLS: Final = "2000"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchrunJob:
-    """What torchrun is asked to start.
+    """A job for torchrun to start.
 
     Args:
         nodes: Number of nodes.

@@ -1,4 +1,4 @@
-"""What this machine offers to a job, and what stands in its way: limits, memory, variables."""
+"""The limits, memory and environment variables of this machine, and problems in them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _COSTLY: Final = MappingProxyType(
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "0"): "NCCL's flight recorder writes nothing",
     }
 )
-"""What a value of a variable costs; it may be meant."""
+"""(variable, value) -> its effect, for a warning: the user may want it."""
 _OLD_NAMES: Final = MappingProxyType(
     {
         "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
@@ -58,7 +58,7 @@ _OLD_NAMES: Final = MappingProxyType(
 @shown
 @dataclass(frozen=True, slots=True)
 class Checkup:
-    """What `meshplan doctor` finds about one topic.
+    """The findings of `meshplan doctor` on one topic.
 
     Args:
         topic: The topic, in a word or two.

@@ -1,4 +1,4 @@
-"""What torch finds on this machine: versions, devices, links, and a collective that works."""
+"""The part of `meshplan doctor` that needs torch: versions, devices, links, a collective."""
 
 from __future__ import annotations
 

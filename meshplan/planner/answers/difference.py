@@ -20,7 +20,7 @@ from meshplan.planner.tables.whole_plan import Costed
 from meshplan.shown import shown
 from meshplan.spec.match import fold
 from meshplan.textbook.inputs import read_limit
-from meshplan.traffic import forecast
+from meshplan.traffic import Forecast, forecast
 from meshplan.units import format_bytes
 
 _ABSENT: Final = "absent"
@@ -166,11 +166,8 @@ def side_of(
         found = costed()
         return found.tokens / found.seconds
 
-    routes: dict[tuple[str, tuple[str, ...]], int] = {}
     sent = forecast(plan)
-    for each in sent.traffic:
-        key = each.route.kind, each.route.axes
-        routes[key] = routes.get(key, 0) + each.count * each.route.num_bytes
+    routes = bytes_by_route(sent)
     traffic = Figure(float(sum(routes.values())))
     if sent.unknown:
         traffic = Figure(None, f"unknown from a config: {sent.unknown[0]}")
@@ -183,6 +180,15 @@ def side_of(
         traffic_bytes=traffic,
         routes=routes,
     )
+
+
+def bytes_by_route(sent: Forecast) -> dict[tuple[str, tuple[str, ...]], int]:
+    """Return {(kind of collective, axes): bytes of the whole tensors} of a step."""
+    routes: dict[tuple[str, tuple[str, ...]], int] = {}
+    for each in sent.traffic:
+        key = each.route.kind, each.route.axes
+        routes[key] = routes.get(key, 0) + each.count * each.route.num_bytes
+    return routes
 
 
 def difference(old: DiffSide, new: DiffSide) -> PlanDifference:

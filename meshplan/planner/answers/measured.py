@@ -17,7 +17,7 @@ from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.files import read_bytes
 from meshplan.memory import MemoryEstimate
 from meshplan.plan.plan import Plan
-from meshplan.planner.answers.difference import Figure
+from meshplan.planner.answers.difference import Figure, bytes_by_route
 from meshplan.planner.problem.request import cluster_of
 from meshplan.planner.tables.whole_plan import Costed
 from meshplan.shown import shown
@@ -42,7 +42,7 @@ _STEPS: Final = 30
 @shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """What a run took, as its run.json says.
+    """The figures of a run, as its run.json states them.
 
     Args:
         file: Path of the file.
@@ -183,7 +183,7 @@ def _routes(items: Any) -> dict[tuple[str, tuple[str, ...]], int]:
     return routes
 
 
-def compare_run(
+def comparison_of(
     run: MeasuredRun,
     plan: Plan,
     memory: MemoryEstimate | MeshplanError,
@@ -270,10 +270,7 @@ def _memory(run: MeasuredRun, memory: MemoryEstimate | MeshplanError) -> Iterato
 def _traffic(run: MeasuredRun, plan: Plan) -> Iterator[ComparedFigure]:
     """Yield the bytes of each kind of collective over each group of axes."""
     sent = forecast(plan)
-    predicted: dict[tuple[str, tuple[str, ...]], int] = {}
-    for each in sent.traffic:
-        key = each.route.kind, each.route.axes
-        predicted[key] = predicted.get(key, 0) + each.count * each.route.num_bytes
+    predicted = bytes_by_route(sent)
     for key in dict.fromkeys((*predicted, *run.routes)):
         kind, axes = key
         # What activations send along tp, cp, ep and pp follows from a recorded forward only.

@@ -449,7 +449,7 @@ def _of(model: nn.Module) -> ForwardWrites | None:
 def set_microbatches(model: nn.Module, accumulate: int) -> None:
     """Follow a change of the microbatches over which a model accumulates gradients.
 
-    What is watched for several microbatches begins with the first forward that is one of several.
+    The watch for several microbatches begins with the first forward that is one of several.
     """
     writes = _of(model)
     if writes is not None:

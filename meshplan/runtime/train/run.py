@@ -32,6 +32,7 @@ from meshplan.runtime.base.optimizer_steps import is_due
 from meshplan.runtime.base.phases import heard_by
 from meshplan.runtime.trace.collectives import counting
 from meshplan.runtime.train.callbacks import Callback, StepRecord, callbacks_of
+from meshplan.runtime.train.process import is_main
 from meshplan.runtime.watch.guard import guarded
 from meshplan.traffic import Route, forecast
 from meshplan.version import __version__
@@ -100,7 +101,7 @@ class Run:
         """Seconds of each step, and of its phases by `NAMES`."""
         self._routes: Mapping[Route, int] | None = None
         with guarded("Run"):
-            if _is_writer():
+            if is_main():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for callback in self._callbacks:
                     callback.on_start(self.folder, self._first)
@@ -158,7 +159,7 @@ class Run:
         if self._last is not None:
             last, self._last = self._last, None
             self._timings.extend((last.seconds, *(last.phases[name] for name in NAMES)))
-            if _is_writer():
+            if is_main():
                 # The other ranks do not wait for one whose callback fails. After a failure, a guard
                 # would raise it again.
                 with nullcontext() if failure else guarded():
@@ -175,7 +176,7 @@ class Run:
         del _runs[self._model]
         self._emit(failure)
         summary = self._summary(failure)
-        if _is_writer():
+        if is_main():
             write_summary(self.folder / RUN_FILE, summary)
             for callback in self._callbacks:
                 callback.on_end(summary)
@@ -205,7 +206,7 @@ class Run:
             "step_s": medians[0] if medians else None,
             "phases_s": dict(zip(NAMES, medians[1:], strict=False)),
             "collectives": _listed((self._routes or {}).items()),
-            "predicted": _predicted(self._plan) if _is_writer() else {},
+            "predicted": _predicted(self._plan) if is_main() else {},
             "peak_bytes": [peak for peak, _ in every] if not failure else [],
             "reserved_bytes": [reserved for _, reserved in every] if not failure else [],
         }
@@ -308,10 +309,6 @@ class _Clock:
             return float(ended - begun)
         ended.synchronize()
         return float(begun.elapsed_time(ended)) / 1e3
-
-
-def _is_writer() -> bool:
-    return dist.get_rank() == 0
 
 
 def _peaks() -> tuple[int | None, int | None]:
