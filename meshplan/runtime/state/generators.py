@@ -1,6 +1,6 @@
 """The random number generators of a process in a training state: Python's, NumPy's and torch's.
 
-These are the generators that a script draws from outside of the model, such as the samples of its own batches; each
+These are the generators that a script draws from outside of the model, as for its own batches; each
 training forward is seeded by itself (`apply.parameters.randomness`). If the ranks have equal states
 of a generator, as after the same seed on all of them, the state is saved once, and goes on under
 any plan. States that differ belong to the ranks of one plan, and go on under the same plan only.

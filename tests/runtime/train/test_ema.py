@@ -58,6 +58,26 @@ def test_averages_are_those_of_one_process_before_and_after_a_load(pool, tmp_pat
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-3)
 
 
+def test_an_average_follows_its_formula(pool):
+    assert pool(1).run(followed, plan_of("one")) == [True]
+
+
+def followed(plan):
+    job = Job(plan)
+    ema = meshplan.EMA(job.model, job.optimizer, DECAY)
+    expected = {}
+    for _ in range(3):
+        job.train(1)
+        for name, value in meshplan.full_state_dict(job.model).items():
+            before = expected.get(name, value)
+            expected[name] = DECAY * before + (1 - DECAY) * value
+    with ema.averaged():
+        found = meshplan.full_state_dict(job.model)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+    return True
+
+
 def test_no_averages_before_the_first_step(pool):
     def bad(plan):
         job = Job(plan)
