@@ -25,6 +25,7 @@ _TITLES: Final = {
     "assign": "Applying a plan to a model",
     "layout": "Meshes, layouts and hardware",
     "plan": "Checking a plan",
+    "interop": "Configuration files of other tools",
     "state": "Saved training states",
     "textbook": "Textbook formulas",
     "memory": "Estimating memory",
