@@ -195,6 +195,15 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
         facts["ulysses"] = facts.pop("mesh.cp")
     if facts.get("mesh.tp", 1) > 1 and facts.get("tp_plan") != "hf":
         whys["tp_plan"] = "it takes the model's own plan of transformers: tp_plan: hf"
+    if strategy == "ddp":
+        facts.pop("strategy", None)
+        for name in ("activation_checkpointing", "offload.activations", "units"):
+            if facts.pop(name, None) is not None:
+                whys[name] = "only its FSDP section has a key for it"
+        if facts.get("mesh.dp_replicate", 1) > 1:
+            for axis in ("tp", "cp"):
+                if facts.get(f"mesh.{axis}", 1) > 1:
+                    whys[f"mesh.{axis}"] = "it has no replicas beside this axis without shards"
     if strategy == "zero1":
         whys["strategy"] = "its FSDP shards gradients too: zero2"
         facts.pop("strategy")
@@ -205,7 +214,7 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
     elif facts.get("mesh.tp", 1) == 1 and facts.get("mesh.cp", 1) == 1:
         facts.pop("mesh.dp_shard", None)
         facts.pop("mesh.dp_replicate", None)
-    unsettle_fsdp(facts)
+    unsettle_fsdp(facts, is_fsdp=strategy != "ddp")
     return whys
 
 
@@ -226,6 +235,7 @@ TOOL: Final = ConfigTool(
     grafts=("deepspeed_config.deepspeed_config_file",),
     unsettle=unsettle,
     dump=dump,
-    implied=("tp_plan", "context.attention"),
+    tp_plan="hf",
+    implied=("strategy", "context.attention"),
     outside=("batch.", "optimizer", "clip_grad_norm"),
 )

@@ -279,5 +279,5 @@ TOOL: Final = ConfigTool(
     settle=settle,
     unsettle=unsettle,
     dump=dump,
-    implied=("tp_plan", "context.attention"),
+    implied=("context.attention",),
 )

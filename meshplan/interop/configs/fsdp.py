@@ -114,12 +114,12 @@ def reduce_as_computed(draft: Draft) -> None:
         draft.set("precision", {**precision, "reduce": precision["param"]})
 
 
-def unsettle_fsdp(facts: Facts) -> None:
+def unsettle_fsdp(facts: Facts, *, is_fsdp: bool) -> None:
     """Undo `reduce_as_computed`, for a file in which FSDP's reduction follows from the dtype."""
     precision = facts.get("precision")
-    if facts.get("fsdp_version") is not None:
+    if is_fsdp:
         facts["wrap"] = "blocks"
-    if isinstance(precision, dict) and facts.get("strategy") != "ddp":
+    if isinstance(precision, dict) and is_fsdp:
         if precision.get("reduce") == precision.get("param"):
             facts["precision"] = {**precision, "reduce": "float32"}
         elif precision.get("reduce") == "float32" != precision.get("param"):

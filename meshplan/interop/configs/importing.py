@@ -50,6 +50,7 @@ class ConfigTool:
         dump: The text of a file from a tree of plain values.
         implied: Facts that follow from others whenever this tool runs.
         outside: Beginnings of facts that the tool leaves to the training program.
+        tp_plan: What an import takes for tensor parallelism if the file says only how many ranks.
         counts_microbatches: True if the tool's microbatch goes through a pipeline by itself, and
             the accumulated ones are those of the pipeline.
     """
@@ -69,6 +70,7 @@ class ConfigTool:
     grafts: tuple[str, ...] = ()
     implied: tuple[str, ...] = ()
     outside: tuple[str, ...] = ("batch.seq_len",)
+    tp_plan: str = "auto"
     counts_microbatches: bool = True
 
 

@@ -339,7 +339,7 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
             )  # fmt: skip
     precision = facts.get("precision")
     if precision not in _TRUE.values():
-        unsettle_fsdp(facts)
+        unsettle_fsdp(facts, is_fsdp=strategy != "ddp")
     if "units" in facts:
         whys["units"] = "auto_wrap_policy takes classes, of which only names are known"
         facts.pop("units")

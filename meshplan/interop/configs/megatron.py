@@ -361,5 +361,5 @@ TOOL: Final = ConfigTool(
     always=("",),
     unsettle=unsettle,
     dump=dump,
-    implied=("strategy", "tp_plan", "pipeline.schedule"),
+    implied=("strategy", "pipeline.schedule"),
 )

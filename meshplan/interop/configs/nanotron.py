@@ -135,5 +135,5 @@ TOOL: Final = ConfigTool(
     settle=settle,
     unsettle=unsettle,
     dump=dump,
-    implied=("mesh.dp_shard", "mesh.dp_replicate", "precision", "tp_plan", "context.attention"),
+    implied=("mesh.dp_shard", "mesh.dp_replicate", "precision", "context.attention"),
 )

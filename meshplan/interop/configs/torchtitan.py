@@ -153,10 +153,11 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
             "compile."),
     say("optimizer.name", "optimizer", words({"AdamW": "adamw", "Adam": "adam", "Muon": "muon"},
         Refusal("no plan has a word for the state of this optimizer; use AdamW")),
-        "for the bytes of its state"),
+        "for the bytes of its state", is_written=False),
     say("optimizer.implementation", "is_fused", words({
         "foreach": False, "for-loop": False, "fused": True, "fused_opt_states_bf16": Refusal(
-            "no plan keeps optimizer state in bfloat16 beside parameters in float32")})),
+            "no plan keeps optimizer state in bfloat16 beside parameters in float32")}),
+        is_written=False),
     *skip("give it to the optimizer that you make", "optimizer optimizer.**"),
     # The rest
     *refuse("no plan trains in fp8 or below yet", "float8.** mx.** quantize.**"),
@@ -302,9 +303,6 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
         facts["recompute"] = "none"
         if recompute != "none":
             whys["activation_checkpointing"] = "it recomputes all blocks, or matrix products not"
-    optimizer = facts.get("optimizer", "")
-    if optimizer.endswith("_fused"):
-        facts["optimizer"], facts["is_fused"] = optimizer.removesuffix("_fused"), True
     count, micro = facts.pop("pipeline.microbatches", None), facts.get("batch.micro")
     if count and micro and micro % count == 0:
         facts["pipeline_micro"] = micro // count
@@ -334,7 +332,6 @@ _CLASSES: Final[Mapping[str, str]] = {
 def dump(tree: Any) -> str:
     """Return a Python module with one function, and the same as flags."""
     recompute = tree.pop("activation_checkpoint", {}).get("class")
-    optimizer = tree.pop("optimizer", None)
     lines = [f"        {section}={_CLASSES[section]}({_call(values)}),"
              for section, values in tree.items()]  # fmt: skip
     recompute = None if recompute == "none" else recompute
@@ -342,8 +339,6 @@ def dump(tree: Any) -> str:
         lines.append(f"        activation_checkpoint={recompute}.Config(),")
     else:
         lines.append("        activation_checkpoint=None,")
-    if optimizer:
-        lines.append(f"        # The plan counts the state of {optimizer['name']}.")
     flags = shlex.join(f"--{section}.{key}={value}" for section, values in tree.items()
                        for key, value in values.items())  # fmt: skip
     imports = f"from torchtitan.distributed.activation_checkpoint import {recompute}\n"
@@ -375,7 +370,7 @@ TOOL: Final = ConfigTool(
     always=("training", "parallelism"),
     unsettle=unsettle,
     dump=dump,
-    implied=("strategy", "tp_plan"),
+    implied=("strategy",),
     outside=("optimizer",),
     counts_microbatches=False,
 )

@@ -296,7 +296,7 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
         facts.pop("mesh.dp_replicate", None)
     if strategy == "ddp" and "mesh.dp_replicate" in facts:
         facts.pop("mesh.dp_replicate")
-    unsettle_fsdp(facts)
+    unsettle_fsdp(facts, is_fsdp=strategy != "ddp")
     return whys
 
 
@@ -318,5 +318,6 @@ TOOL: Final = ConfigTool(
     grafts=("deepspeed", "fsdp_config"),
     unsettle=unsettle,
     dump=dump,
-    implied=("strategy", "tp_plan", "context.attention", "context.balance"),
+    tp_plan="hf",
+    implied=("strategy", "context.attention", "context.balance"),
 )
