@@ -191,22 +191,22 @@ def _recognise(
         _check_mapping(root)
         return tools[tool], root
     errors: list[SpecError] = []
-    trees: dict[Any, PlanValue] = {}
+    trees: dict[Any, PlanValue | None] = {}
     for each in tools.values():
         if not path.endswith(each.suffixes):
             continue
-        try:
-            if each.parse not in trees:
+        if each.parse not in trees:
+            try:
                 trees[each.parse] = _parse(each, text, path)
-            root = trees[each.parse]
-        except SpecError as error:
-            errors.append(error)
-            continue
-        if isinstance(root.data, dict) and each.recognises(root):
+            except SpecError as error:
+                trees[each.parse] = None
+                errors.append(error)
+        root = trees[each.parse]
+        if root is not None and isinstance(root.data, dict) and each.recognises(root):
             return each, root
-    if errors and not trees:
+    if errors and not any(trees.values()):
         raise errors[0]
-    for root in trees.values():
+    for root in filter(None, trees.values()):
         if isinstance(root.data, dict) and "version" in root.data and "strategy" in root.data:
             fix = "meshplan export writes the file of another tool from it"
             raise SpecError(Problem("this is a plan already", Origin(path), fix))

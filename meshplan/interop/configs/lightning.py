@@ -56,7 +56,7 @@ _STRATEGIES: Final[Mapping[str, Any]] = {
                      "ddp_fork_find_unused_parameters_false",
                      "ddp_notebook_find_unused_parameters_true",
                      "ddp_notebook_find_unused_parameters_false"), _SPAWN),
-    **dict.fromkeys(("xla", "xla_debug", "xla_fsdp", "single_xla"),
+    **dict.fromkeys(("xla", "xla_debug", "xla_fsdp", "single_xla", "single_tpu"),
                     Refusal("TPUs are not torch's DeviceMesh of GPUs")),
 }  # fmt: skip
 """Strategy and further facts, by the registered name of a strategy."""

@@ -91,7 +91,9 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
         is_written=False),
     *refuse("no plan trains in fp8 or below yet; use bf16", "fp8 fp8_format fp8_param "
             "fp8_param_gather fp8_recipe fp4 fp4_recipe fp4_param fp4_format "
-            "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
+            "fp8_dot_product_attention fp8_multi_head_attention activation_func_fp8_input_store "
+            "use_kitchen use_kitchen_attention first_last_layers_bf16 "
+            "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
     *refuse("optimizer state has the dtype of the master weights", "use_precision_aware_optimizer "
             "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype "
             "megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype",
@@ -180,7 +182,12 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
           "cpu_offloading_activations cpu_offloading_weights cpu_offloading_double_buffering "
           "min_offloaded_tensor_size clone_scatter_output_in_embedding symmetric_ar_type "
           "disable_parameter_transpose_cache use_te_activation_func quant_recipe "
-          "mtp_standalone empty_unused_memory_level"),
+          "mtp_standalone empty_unused_memory_level disable_bf16_reduced_precision_matmul "
+          "use_fused_weighted_squared_relu fused_single_qkv_rope tp_only_amax_red "
+          "kitchen_attention_backend flash_decode inference_sampling_seed log_max_attention_logit "
+          "use_inference_optimized_layers inference_fuse_tp_communication use_mamba_mem_eff_path "
+          "mlp_chunks_for_prefill fp8_margin fp8_interval fp8_amax_history_len "
+          "fp8_amax_compute_algo fp8_wgrad"),
     *skip(_MODEL, "hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
           "group_query_attention max_position_embeddings position_embedding_type rotary_base "
           "rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor "
@@ -208,7 +215,12 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
           "apply_residual_connection_post_layernorm is_hybrid_model hybrid_override_pattern "
           "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads spec model_type "
           "encoder_num_layers decoder_num_layers encoder_seq_length decoder_seq_length _target_ "
-          "no_rope_freq experimental_attention_variant linear_attention_freq"),
+          "no_rope_freq experimental_attention_variant linear_attention_freq "
+          "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
+          "linear_num_value_heads dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk "
+          "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss qk_clip_alpha qk_clip_threshold "
+          "activation_func_clamp_value glu_linear_offset mrope_section heterogeneous_block_specs "
+          "hetereogenous_dist_checkpoint heterogeneous_layers_config_path test_mode"),
     *skip("meshplan.save writes states that load under any plan", "save load save_interval "
           "ckpt_format dist_ckpt_format use_dist_ckpt async_save fully_parallel_save "
           "ckpt_fully_parallel_save ckpt_fully_parallel_load fully_parallel_load "

@@ -199,6 +199,7 @@ def _settle_batch(draft: Draft) -> None:
 def _join_microbatches(draft: Draft, given: dict[str, int | None]) -> None:
     """State the samples that a pipeline takes at once, and the number of its microbatches."""
     micro, accumulate = given["micro"], given["accumulate"]
+    accumulate_is_stated = accumulate is not None
     if micro is None:
         if accumulate is not None:
             draft.moved["batch.accumulate"] = "pipeline.microbatches"
@@ -214,10 +215,11 @@ def _join_microbatches(draft: Draft, given: dict[str, int | None]) -> None:
             draft.problems.append(Problem(what, draft.origin("batch.global"), fix))
             return
         accumulate = max(1, given["global"] * model // (micro * world))
+    names = ("batch.accumulate",) if accumulate_is_stated else ("batch.global",)
     accumulate = accumulate or 1
     sources = tuple(
         source
-        for name in ("batch.micro", "batch.accumulate")
+        for name in ("batch.micro", *names)
         if name in draft.facts
         for source in draft.facts[name].sources
     )
