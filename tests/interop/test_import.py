@@ -259,7 +259,7 @@ DISTRIBUTED_ARGS=(
     --nnodes $NUM_NODES
 )
 MODEL_ARGS="--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
-rm -rf /tmp/$(whoami)
+rm -rf "$(whoami)"
 torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \\
     $MODEL_ARGS --micro-batch-size 1 --global-batch-size 64 --seq-length 4096 \\
     --num-layers 32 --num-layers-per-virtual-pipeline-stage 8 --hidden-size 4096 \\

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from meshplan.cli.app import VERBS
+from meshplan.interop.configs.statements import IN_RULES
 from meshplan.interop.configs.tools import TOOLS
 from meshplan.layout.hardware import Device, devices
 from meshplan.spec.keys import KEYS
@@ -70,14 +71,19 @@ def config_keys_part(tool: str) -> str:
     """Return the keys of another tool's files: what each states in a plan, or why it does not."""
     rows = TOOLS[tool].table.rows
     head = "| key | in a plan | |\n|---|---|---|\n"
-    shown = {"honoured": "", "irrelevant": "nothing", "refused": "refused"}
+    shown = {"honoured": "yes", "irrelevant": "nothing", "refused": "refused"}
     lines = [
-        f"| `{row.path}` | {f'`{row.plan}`' if row.plan in _STATED else shown[row.verdict] or 'yes'}"
-        f" | {_cell(row.note)} |\n"
+        f"| `{row.path}` | {_in_plan(row.plan) or shown[row.verdict]} | {_cell(row.note)} |\n"
         for row in rows
         if not _is_nested(row.path, tool)
     ]
     return head + "".join(lines)
+
+
+def _in_plan(fact: str) -> str:
+    """Return the key of a plan that says a fact; "" if it is a part of one, or of several."""
+    key = IN_RULES.get(fact, fact)
+    return f"`{key}`" if key in _STATED or fact in IN_RULES else ""
 
 
 _STATED: Final = {path for paths in MEANINGS.values() for path in paths} | {

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.interop.configs.plan_text import plan_to_text
-from meshplan.interop.configs.statements import Draft, Facts, StatedFact, settle
+from meshplan.interop.configs.statements import IN_RULES, Draft, Facts, StatedFact, settle
 from meshplan.interop.configs.table import (
     ABSENT,
     ConfigKey,
@@ -386,8 +386,10 @@ def _translate(
 def _final(key: TranslatedKey, draft: Draft, facts_of: Mapping[str, str]) -> TranslatedKey:
     """Return a key with what became of its fact when the facts were related."""
     fact = facts_of.get(key.key, "")
-    if key.verdict != "honoured" or fact in draft.facts:
+    if key.verdict != "honoured":
         return key
+    if fact in IN_RULES or fact in draft.facts:
+        return replace(key, plan_key=IN_RULES.get(fact, fact))
     if fact in draft.moved:
         return replace(key, plan_key=draft.moved[fact])
     if fact not in draft.without_effect:

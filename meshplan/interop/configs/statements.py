@@ -19,6 +19,12 @@ from meshplan.spec.spec import DTYPE_WORDS, PRECISION_WORDS, Borrow, Rule, Spec
 from meshplan.spec.strategies import STRATEGIES, resolve_mesh
 
 Facts = dict[str, Any]
+IN_RULES: Final[Mapping[str, str]] = {
+    "units": "rules.unit", "reshard_after_forward": "rules.reshard_after_forward",
+    "recompute_units": "rules.activation_checkpointing", "tp_rules": "rules.place",
+    "world_size": "hardware",
+}  # fmt: skip
+"""The plan's key that says a fact with a name of its own."""
 _ROLES: Final = ("param", "reduce", "output", "master")
 
 

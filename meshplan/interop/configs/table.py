@@ -52,11 +52,13 @@ class Translation:
         read: Their value -> the plan's. ABSENT if it states nothing there; a Refusal if a plan
             cannot say it. Raises WrongFormError for a value of another form.
         write: The plan's value -> theirs; ABSENT if they cannot say it.
+        words: The words that the key takes; () if it takes other values.
     """
 
     form: str
     read: Callable[[Any], Any]
     write: Callable[[Any], Any]
+    words: tuple[Any, ...] = ()
 
 
 def words(pairs: Mapping[Any, Any], otherwise: Refusal | None = None) -> Translation:
@@ -80,7 +82,7 @@ def words(pairs: Mapping[Any, Any], otherwise: Refusal | None = None) -> Transla
         same = (word for word, each in pairs.items() if each == meaning and each is not ABSENT)
         return next(same, ABSENT)
 
-    return Translation(form, read, write)
+    return Translation(form, read, write, tuple(pairs))
 
 
 def _shown(word: Any) -> str:

@@ -228,7 +228,7 @@ def settle(draft: Draft, root: PlanValue) -> None:
         draft.set("tp_plan", "hf", after="mesh.tp")
     if isinstance(draft.get("tp_plan"), tuple):
         draft.set("tp_rules", draft.get("tp_plan"), after="tp_plan")
-        draft.moved["tp_plan"] = "rules"
+        draft.moved["tp_plan"] = "rules.place"
         draft.facts.pop("tp_plan")
     if draft.get("strategy") != "ddp":
         for name in [each for each in draft.facts if each.startswith("ddp.")]:
