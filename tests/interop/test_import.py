@@ -7,6 +7,8 @@ default of the tool that is forgotten, two statements of which one wins silently
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -424,3 +426,12 @@ def test_flags_state_the_machine_and_contradictions_are_found(tmp_path):
         imported(tmp_path, ACCELERATE, nodes=3)
     with pytest.raises(SpecError, match="h100"):
         imported(tmp_path, content, gpus_per_node=4, gpu="h1000")
+
+
+def test_the_room_of_configurations_knows_no_torch():
+    script = (
+        "import sys, meshplan.interop.configs.tools\n"
+        "sys.exit(f'{known}' if (known := {'torch', 'numpy'} & set(sys.modules)) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -201,13 +201,13 @@ def _recognise(
             except SpecError as error:
                 trees[each.parse] = None
                 errors.append(error)
-        root = trees[each.parse]
-        if root is not None and isinstance(root.data, dict) and each.recognises(root):
-            return each, root
+        parsed = trees[each.parse]
+        if parsed is not None and isinstance(parsed.data, dict) and each.recognises(parsed):
+            return each, parsed
     if errors and not any(trees.values()):
         raise errors[0]
-    for root in filter(None, trees.values()):
-        if isinstance(root.data, dict) and "version" in root.data and "strategy" in root.data:
+    for parsed in filter(None, trees.values()):
+        if isinstance(parsed.data, dict) and {"version", "strategy"} <= parsed.data.keys():
             fix = "meshplan export writes the file of another tool from it"
             raise SpecError(Problem("this is a plan already", Origin(path), fix))
     what = "no tool has a configuration file like this"
