@@ -327,9 +327,12 @@ def test_a_distributed_config_is_read_alone_or_in_a_models_config(tmp_path):
     assert plan_of(imported(tmp_path, content)) == want
     inside = {"model_type": "llama", "hidden_size": 64, "distributed_config": content}
     assert plan_of(imported(tmp_path, inside)) == want
-    styles = content | {"tp_plan": {"model.layers.*.mlp.up_proj": "colwise"}}
+    named = {"up_proj": "colwise", "down_proj": "rowwise"}
+    styles = content | {"tp_plan": {f"model.layers.*.mlp.{name}": style
+                                    for name, style in named.items()}}  # fmt: skip
     assert plan_of(imported(tmp_path, styles))["rules"] == [
-        {"match": "model.layers.*.mlp.up_proj", "place": {"tp": "colwise"}}
+        {"match": f"model.layers.*.mlp.{name}", "place": {"tp": style}}
+        for name, style in named.items()
     ]
 
 
