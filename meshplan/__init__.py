@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from meshplan.api.checking import estimate_memory as estimate_memory
     from meshplan.api.checking import estimate_states as estimate_states
     from meshplan.api.checking import verify_plan as verify_plan
+    from meshplan.api.configs import export_config as export_config
+    from meshplan.api.configs import import_config as import_config
     from meshplan.api.exploring import explore as explore
     from meshplan.api.planning import calibrate as calibrate
     from meshplan.api.planning import explain as explain
@@ -107,6 +109,8 @@ _ROOMS = {
     "make_plan": "meshplan.plan.plan",
     "make_report": "meshplan.api.reporting",
     "explore": "meshplan.api.exploring",
+    "import_config": "meshplan.api.configs",
+    "export_config": "meshplan.api.configs",
     # the values that these functions take and return
     "Spec": "meshplan.spec.spec",
     "Plan": "meshplan.plan.plan",

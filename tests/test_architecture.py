@@ -24,7 +24,7 @@ LEVELS = [
         version errors units garbage own_process two_cores kernels
         files layout
         spec
-        launch
+        launch interop.configs
         model
         assign.base textbook wrappers
         assign.tensor_parallel assign.axes

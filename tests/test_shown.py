@@ -50,6 +50,8 @@ MADE: Mapping[str, Callable[[], Any]] = {
     "make_plan": lambda: large_plan().assignment,
     "make_report": lambda: meshplan.make_report(AUTO),
     "explore": lambda: meshplan.explore(large_plan()),
+    "import_config": lambda: meshplan.import_config(str(ROOT / "examples/configs/deepspeed.json")),
+    "export_config": lambda: meshplan.export_config(FULL_SHARD, "accelerate"),
     "Spec": lambda: meshplan.load_spec(
         {
             "version": 1,

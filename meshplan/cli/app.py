@@ -17,7 +17,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
 from meshplan.api import checking
-from meshplan.cli import diff, draw, launching, planning, report, starting, state, trust
+from meshplan.cli import configs, diff, draw, launching, planning, report, starting, state, trust
 from meshplan.cli.common import (
     COULD_NOT,
     INTERRUPTED,
@@ -293,6 +293,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("verify", "compare a scaled-down plan with one process", _verify_flags, _verify),
     *launching.VERBS,
     state.VERB,
+    *configs.VERBS,
     Verb("demo", "train under a plan on this machine and in one process", _demo_flags, _demo),
     *starting.VERBS[1:],
 )

@@ -111,9 +111,21 @@ def read_yaml(path: str | os.PathLike[str], most: int, what: str) -> PlanValue:
         FileNotFoundError: The file does not exist.
         SpecError: The file cannot be read; the error carries every problem found.
     """
-    found = Findings()
     name = os.fspath(path)
-    value = _YamlComposer(name, found).compose(decoded(read_bytes(path, most, what), name, what))
+    return compose_yaml(decoded(read_bytes(path, most, what), name, what), name)
+
+
+def compose_yaml(text: str, name: str) -> PlanValue:
+    """Read the text of a YAML file that is not a plan; `name` is the file's name for messages.
+
+    Returns:
+        The root value; its `data` is None if the text is empty.
+
+    Raises:
+        SpecError: The text cannot be read; the error carries every problem found.
+    """
+    found = Findings()
+    value = _YamlComposer(name, found).compose(text)
     found.raise_if(True)
     return value or PlanValue(data=None, origin=Origin(name))
 

@@ -24,6 +24,7 @@ import pytest
 
 from meshplan import files
 from meshplan.cli.app import CRASHED, main
+from meshplan.cli.configs import write_config
 from meshplan.cli.starting import write_plan
 from meshplan.cost.calibration import profile_from, read_profile, write_profile
 from meshplan.errors import MeshplanError, SpecError
@@ -117,6 +118,8 @@ def content_of(kind, folder):
         return lambda path: trust(origin), folder / "record"
     if kind == "plan":
         return lambda path: write_plan(path, "version: 1\n"), folder / "plan.yaml"
+    if kind == "config":
+        return lambda path: write_config(path, "{}\n"), folder / "theirs.json"
     if kind == "sbatch":
         return lambda path: write_slurm_script(path, "#!/bin/bash\n"), folder / "job.sbatch"
     if kind == "index":
@@ -133,6 +136,7 @@ def content_of(kind, folder):
 WRITTEN = {
     "lock": "planner/lock/lock.py", "report": "report/main.py", "profile": "cost/calibration.py",
     "trust": "spec/trust.py", "plan": "cli/starting.py", "sbatch": "launch/slurm.py",
+    "config": "cli/configs.py",
     "index": "state/pretrained.py",
     "run": "runtime/train/run.py", "metrics": "runtime/train/callbacks.py",
     **dict.fromkeys(SUFFIXES, "pictures/base/types.py"),

@@ -39,7 +39,8 @@ ROWS = {
     and row[0].isalpha()
 }
 FILES = {"plan": "plan.yaml", "lock": "plan.lock.yaml", "config": "config.json",
-         "profile": "profile.json", "run.json": "run.json"}  # fmt: skip
+         "profile": "profile.json", "run.json": "run.json",
+         "a file of another tool": "theirs.json", "files that it names": "beside.json"}  # fmt: skip
 """What the table calls the files of a person."""
 DECOYS = ("matplotlibrc", ".env", "pyproject.toml", "setup.cfg", "hardware.json", "generation.json",
           "generation_config.json", "tokenizer.json", "adapter_config.json", "torch.py", "numpy.py",
@@ -105,6 +106,8 @@ WORDS = {
     "compare": "{folder}/run.json -f {plan} --profile {profile}",
     "calibrate": "--out {folder}/mine.json", "show": "-f {plan}",
     "draw": "--what mesh -f {plan} -o {folder}/mesh.svg", "report": "-f {plan} -o {folder}/it.html",
+    "import": "{folder}/theirs.json -o {folder}/imported.yaml",
+    "export": "-f {plan} --to accelerate --partial -o {folder}/theirs.yaml",
     "trust": "{plan}", "verify": "-f {plan}",
     "launch": "-f {plan} --slurm {folder}/job.sbatch -m train", "doctor": "-f {plan}",
     "state": "{folder}/states -f {plan}",
@@ -128,6 +131,14 @@ def make_run(folder: Path) -> None:
     (folder / "run.json").write_text(json.dumps(run))
 
 
+def make_foreign(folder: Path) -> None:
+    """The Trainer's arguments, with DeepSpeed's configuration in a file beside them."""
+    theirs = {"per_device_train_batch_size": 1, "output_dir": "x", "deepspeed": "beside.json"}
+    (folder / "theirs.json").write_text(json.dumps(theirs))
+    beside = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}
+    (folder / "beside.json").write_text(json.dumps(beside))
+
+
 def verbs(words: dict[str, str], slow: tuple[str, ...]) -> list[Any]:
     return [pytest.param(verb, marks=[pytest.mark.wide] * (verb in slow)) for verb in words]
 
@@ -146,6 +157,7 @@ def test_a_verb_reads_and_writes_what_the_page_says(job, tmp_path, verb):
     write_profile(profile_from(MADE), paths["profile"])
     make_state(tmp_path / "states")
     make_run(tmp_path)
+    make_foreign(tmp_path)
     assert main(["plan", "-f", str(plan), "--profile", str(paths["profile"]), "-q"]) == 0
     for name in DECOYS:
         (tmp_path / name).write_text("")
@@ -224,6 +236,8 @@ CODE_WORDS = {
     "draw": "--what memory -f plan.yaml -o it.svg", "report": "-f plan.yaml -o it.html",
     "trust": "plan.yaml", "verify": "-f plan.yaml", "doctor": "-f plan.yaml",
     "launch": "-f plan.yaml --slurm job.sbatch -m train", "state": "states -f plan.yaml",
+    "import": "theirs.json -o imported.yaml",
+    "export": "-f plan.yaml --to deepspeed --partial -o theirs.yaml",
     "demo": f"-f plan.yaml --steps 2 {SMALL}",
 }  # fmt: skip
 
@@ -234,6 +248,7 @@ def test_a_verb_runs_what_the_page_says_and_only_when_a_person_says_so(folder, m
     monkeypatch.syspath_prepend(folder)  # Where `apply` is looked for.
     make_state(folder / "states")
     make_run(folder)
+    make_foreign(folder)
     (folder / "evil_code.py").write_text(NAMED)
     (folder / "plan.yaml").write_text((folder / "plan.yaml").read_text() + RULES)
     words = [verb, *CODE_WORDS[verb].split()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,10 +18,11 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from meshplan.interop.configs.tools import TOOLS  # noqa: E402
 from tools.docs.names import python_page  # noqa: E402
 from tools.docs.notebooks import notebook_to_markdown  # noqa: E402
 from tools.docs.pages import copied_pages, with_blank_lines, with_links_of_the_site  # noqa: E402
-from tools.docs.reference import gpus_part, messages_part, verbs_part  # noqa: E402
+from tools.docs.reference import config_keys_part, gpus_part, messages_part, verbs_part  # noqa: E402
 
 MARKER: Final = re.compile(r"<!-- generated: (\w+) -->")
 PARTS: Final[dict[str, Callable[[], str]]] = {
@@ -28,6 +30,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "gpus": gpus_part,
     "names": lambda: python_page(ROOT),
     "messages": lambda: messages_part(ROOT / "meshplan"),
+    **{f"{name}_keys": partial(config_keys_part, name) for name in TOOLS},
 }
 MOST_SEARCHED_LINES: Final = 300
 """A longer page of evidence is a table of cells, which would make the search index large."""

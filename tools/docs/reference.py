@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from meshplan.cli.app import VERBS
+from meshplan.interop.configs.statements import IN_RULES
+from meshplan.interop.configs.tools import TOOLS
 from meshplan.layout.hardware import Device, devices
 from meshplan.spec.keys import KEYS
 from meshplan.spec.meanings import MEANINGS
@@ -25,6 +27,7 @@ _TITLES: Final = {
     "assign": "Applying a plan to a model",
     "layout": "Meshes, layouts and hardware",
     "plan": "Checking a plan",
+    "interop": "Configuration files of other tools",
     "state": "Saved training states",
     "textbook": "Textbook formulas",
     "memory": "Estimating memory",
@@ -62,6 +65,40 @@ def keys_table(section: str) -> str:
 def _table(head: list[str], rows: list[tuple[str, ...]]) -> str:
     lines = [head, ["---"] * len(head), *([f"`{row[0]}`", *row[1:]] for row in rows)]
     return "".join(f"| {' | '.join(cells)} |\n".replace("|  |", "| |") for cells in lines)
+
+
+def config_keys_part(tool: str) -> str:
+    """Return the keys of another tool's files: what each states in a plan, or why it does not."""
+    rows = TOOLS[tool].table.rows
+    head = "| key | in a plan | |\n|---|---|---|\n"
+    shown = {"honoured": "yes", "irrelevant": "nothing", "refused": "refused"}
+    lines = [
+        f"| `{row.path}` | {_in_plan(row.plan) or shown[row.verdict]} | {_cell(row.note)} |\n"
+        for row in rows
+        if not _is_nested(row.path, tool)
+    ]
+    return head + "".join(lines)
+
+
+def _in_plan(fact: str) -> str:
+    """Return the key of a plan that says a fact; "" if it is a part of one, or of several."""
+    key = IN_RULES.get(fact, fact)
+    return f"`{key}`" if key in _STATED or fact in IN_RULES else ""
+
+
+_STATED: Final = {path for paths in MEANINGS.values() for path in paths} | {
+    "offload.params", "offload.optimizer", "offload.activations", "ddp.bucket_mb",
+    "ddp.find_unused_parameters", "ddp.static_graph", "ddp.broadcast_buffers",
+    "ddp.gradient_as_bucket_view",
+}  # fmt: skip
+"""Facts that are keys of a plan; others are parts of one, such as the dtype of reductions."""
+
+
+def _is_nested(path: str, tool: str) -> bool:
+    """Return True for DeepSpeed's keys inside of another tool's file: they have their own page."""
+    inside = ("deepspeed.", "deepspeed_config.deepspeed_config_file.",
+              "trainer.strategy.init_args.config.", "distributed_config.")  # fmt: skip
+    return tool != "deepspeed" and path.startswith(inside)
 
 
 def verbs_part() -> str:

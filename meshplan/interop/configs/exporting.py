@@ -1,0 +1,117 @@
+"""Export: the file of another tool from a plan, and a list of what that file cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from meshplan.errors import Origin, PlanError, Problem, SpecError
+from meshplan.interop.configs.importing import ConfigTool
+from meshplan.interop.configs.statements import Facts, facts_of, split_microbatches, word_of
+from meshplan.interop.configs.table import ABSENT
+from meshplan.shown import shown
+from meshplan.spec.spec import Spec
+from meshplan.spec.values import join, quote
+
+_DECISIVE: Final = ("strategy", "mesh.", "precision", "batch.", "pipeline.", "offload.")
+"""Without these, the file would train another plan."""
+_OUTSIDE: Final = "the training program states it"
+_LAUNCHED: Final = ("hardware.nodes", "hardware.gpus_per_node", "world_size")
+
+
+@shown
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedConfig:
+    """The configuration file of another tool, made from a plan.
+
+    Args:
+        tool: Name of the tool.
+        text: The file.
+        unsaid: What the plan states and the file does not say: pairs (statement, why).
+        is_decisive: True if something of `unsaid` is about layouts or the batch, so that the tool
+            would train otherwise than the plan.
+    """
+
+    tool: str
+    text: str
+    unsaid: tuple[tuple[str, str], ...]
+    is_decisive: bool
+
+
+def export_spec(spec: Spec, to: str, tools: Mapping[str, ConfigTool]) -> ExportedConfig:
+    """Translate a plan whose choices are all made.
+
+    Raises:
+        SpecError: There is no such tool.
+        PlanError: The plan leaves something to the planner.
+    """
+    if to not in tools:
+        fix = f"write --to {join(tools)}"
+        raise SpecError(Problem(f"there is no tool {quote(to)}", Origin("--to"), fix))
+    if spec.free_fields:
+        fix = "run meshplan plan first, so that its lock decides them, or state them"
+        raise PlanError(
+            [Problem(f"'{path}' is left to the planner", spec.origin(path), fix)
+             for path in spec.free_fields]
+        )  # fmt: skip
+    tool = tools[to]
+    facts = facts_of(spec)
+    if tool.counts_microbatches:
+        split_microbatches(facts)
+    stated = dict(facts)
+    whys = dict(tool.unsettle(facts) or {})
+    tree: dict[str, Any] = {}
+    said = _write(tool, facts, tree)
+    if "strategy" not in whys:
+        _imply_data_axis(stated, said)
+    unsaid = {name: value for name, value in stated.items() if name not in said}
+    unsaid |= {name: stated.get(name, facts.get(name)) for name in whys}
+    for name in [*_LAUNCHED, *tool.implied]:
+        if name not in whys:
+            unsaid.pop(name, None)
+    if unsaid.get("tp_plan") == tool.tp_plan:
+        unsaid.pop("tp_plan")
+    whys |= {name: _OUTSIDE for name in unsaid if name.startswith(tool.outside)}
+    decisive = [name for name in unsaid if name.startswith(_DECISIVE)]
+    return ExportedConfig(
+        tool=to,
+        text=tool.dump(tree),
+        unsaid=tuple(
+            (f"{name}: {word_of(value)}", whys.get(name, f"{tool.title} has no key for it"))
+            for name, value in unsaid.items()
+        ),
+        is_decisive=any(whys.get(name) != _OUTSIDE for name in decisive),
+    )
+
+
+def _write(tool: ConfigTool, facts: Facts, tree: dict[str, Any]) -> set[str]:
+    """Write the facts into a tree by the first row that can say each; return those said."""
+    said: set[str] = set()
+    for row in tool.table.honoured():
+        assert row.values is not None
+        if row.plan in said or not row.is_written:
+            continue
+        if row.plan in facts:
+            value = row.values.write(facts[row.plan])
+            if value is not ABSENT:
+                said.add(row.plan)
+                put_path(tree, row.path, value)
+        elif row.none is not ABSENT:
+            put_path(tree, row.path, row.none)
+    return said
+
+
+def put_path(tree: dict[str, Any], path: str, value: Any) -> None:
+    """Put a value into nested mappings at a dotted path."""
+    *parents, last = path.split(".")
+    for part in parents:
+        tree = tree.setdefault(part, {})
+    tree[last] = value
+
+
+def _imply_data_axis(facts: Facts, said: set[str]) -> None:
+    """Count a data axis as said if it has all ranks that the other axes leave."""
+    data = [name for name in ("mesh.dp_replicate", "mesh.dp_shard") if facts.get(name, 1) > 1]
+    if len([name for name in data if name not in said]) == 1 and len(data) == 1:
+        said.update(data)

@@ -1,0 +1,168 @@
+"""Plans become files of other tools, and what such a file says comes back unchanged.
+
+Which seeded bug would this catch? A word that is written as another one, a fact that export drops
+without saying so, a default of the tool that is not written although the plan means otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshplan.cli.app import main
+from meshplan.errors import PlanError, SpecError
+from meshplan.interop.configs.exporting import export_spec
+from meshplan.interop.configs.importing import import_file
+from meshplan.interop.configs.statements import facts_of
+from meshplan.interop.configs.tools import TOOLS
+from meshplan.spec.reader import load_spec
+
+NAMES = {"deepspeed": "t.json", "accelerate": "t.yaml", "lightning": "t.yaml", "hf": "t.json",
+         "torchtitan": "t.py", "megatron": "t.sh", "nanotron": "t.yaml"}  # fmt: skip
+PRECISIONS = (
+    None, "bf16-mixed", "16-mixed", "bf16-true", "32-true",
+    {"param": "bf16", "reduce": "bf16", "master": "fp32"},
+    {"param": "fp16", "reduce": "fp16", "master": "fp32"},
+)  # fmt: skip
+AXES = {"ddp": ("dp_replicate",), "zero1": ("dp_shard",), "zero2": ("dp_shard",),
+        "full_shard": ("dp_shard",), "hybrid_shard": ("dp_replicate", "dp_shard"),
+        "hybrid_shard_zero2": ("dp_replicate", "dp_shard")}  # fmt: skip
+
+
+@st.composite
+def plans(draw) -> dict:
+    """Plans with what some tool can say, and with much that some cannot."""
+
+    def maybe(*values):
+        return draw(st.sampled_from((None, *values)))
+
+    strategy = draw(st.sampled_from(tuple(AXES)))
+    sizes = {axis: draw(st.sampled_from((2, 4))) for axis in AXES[strategy]}
+    tp, pp, cp = (draw(st.sampled_from((1, 1, 2))) for _ in range(3))
+    ranks = tp * pp * cp
+    for size in sizes.values():
+        ranks *= size
+    mesh = {"pp": pp, **sizes, "cp": cp, "tp": tp}
+    mesh = {axis: size for axis, size in mesh.items() if size > 1 or axis in sizes}
+    if "dp_shard" in mesh and draw(st.booleans()) and cp == pp == 1:
+        mesh["ep"] = "2 in dp_shard"
+    micro, accumulate = draw(st.sampled_from((1, 2, 3))), maybe(2, 4)
+    batch = {"micro": micro, "accumulate": accumulate, "seq_len": maybe(1024)}
+    plan = {
+        "version": 1, "strategy": strategy, "mesh": mesh, "precision": maybe(*PRECISIONS),
+        "hardware": {"nodes": 2, "gpus_per_node": ranks // 2},
+        "clip_grad_norm": maybe(0.5, 1.0), "optimizer": maybe("adamw", "adamw_fused", "sgd"),
+        "activation_checkpointing": maybe("full", "selective", {"mode": "full", "every": 2}),
+        "offload": maybe("optimizer", "params") if strategy == "full_shard" else None,
+        "compile": maybe(True), "sync_batchnorm": maybe(True), "loss": maybe("tokens"),
+    }  # fmt: skip
+    if tp > 1:
+        plan |= {"tp_plan": draw(st.sampled_from(("auto", "hf"))), "sequence_parallel": maybe(True)}
+    if pp > 1:
+        count = draw(st.sampled_from((2, 4)))
+        plan["pipeline"] = {"schedule": draw(st.sampled_from(("1F1B", "GPipe"))),
+                            "microbatches": count}  # fmt: skip
+        batch |= {"micro": micro * count, "accumulate": None}
+    if cp > 1:
+        plan["context"] = {"attention": draw(st.sampled_from(("all_gather", "all_to_all")))}
+    if strategy == "ddp" and draw(st.booleans()):
+        plan["ddp"] = {"bucket_mb": 50, "static_graph": True}
+    if strategy != "ddp" and draw(st.booleans()):
+        plan["rules"] = [{"match": {"type": "Block"}, "unit": True}]
+    plan["batch"] = {key: value for key, value in batch.items() if value is not None}
+    return {key: value for key, value in plan.items() if value is not None}
+
+
+def there_and_back(tmp_path, plan: dict, tool: str, exported):
+    """(facts of the plan, facts of the import of its export, the names that were not said)."""
+    spec = load_spec(plan)
+    path = tmp_path / NAMES[tool]
+    path.write_text(exported.text)
+    hardware = plan["hardware"]
+    imported = import_file(str(path), TOOLS, nodes=hardware["nodes"],
+                           gpus_per_node=hardware["gpus_per_node"])  # fmt: skip
+    assert imported.tool == tool, exported.text
+    assert imported.is_whole, (imported.of("refused"), exported.text)
+    back = load_spec(yaml.safe_load(imported.text))
+    unsaid = {statement.partition(":")[0] for statement, _ in exported.unsaid}
+    return facts_of(spec), facts_of(back), unsaid
+
+
+ASSUMED = {
+    "hf": {"optimizer": "adamw_fused", "batch.micro": 8},
+    "megatron": {"optimizer": "adamw"},
+    "torchtitan": {
+        "batch.seq_len": 2048,
+        "precision": dict.fromkeys(("param", "reduce", "master"), "float32"),
+    },
+}
+"""What a tool assumes if its file says nothing, which the plan then states."""
+DERIVED = {"context.attention": "all_gather", "context.balance": True, "tp_plan": "auto",
+           "pipeline.schedule": "1F1B"}  # fmt: skip
+"""What an import states in words although a plan means it without them."""
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_what_both_can_say_comes_back(tmp_path, tool):
+    seen: list[bool] = []
+
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck),
+              database=None, derandomize=True)  # fmt: skip
+    @given(plans())
+    def check(plan):
+        exported = export_spec(load_spec(plan), tool, TOOLS)
+        assert exported.unsaid or not exported.is_decisive
+        seen.append(not exported.is_decisive)
+        if exported.is_decisive:  # The command line gives no file.
+            return
+        before, after, unsaid = there_and_back(tmp_path, plan, tool, exported)
+        for name in {*before, *after} - unsaid - {"world_size"}:
+            old, new = before.get(name), after.get(name)
+            if old is None and new in (ASSUMED.get(tool, {}).get(name), DERIVED.get(name)):
+                continue
+            if new is None and old == DERIVED.get(name):
+                continue
+            assert old == new, (name, exported.text, exported.unsaid)
+
+    check()
+    assert sum(seen) >= 5, "too few of the drawn plans can be said at all"
+
+
+def test_a_plan_that_a_tool_cannot_train_is_no_file(tmp_path, capsys):
+    path = tmp_path / "plan.yaml"
+    plan = {"version": 1, "strategy": "hybrid_shard", "mesh": {"dp_replicate": 2, "dp_shard": 4}}
+    path.write_text(json.dumps(plan))
+    out = tmp_path / "theirs.json"
+    assert main(["export", "-f", str(path), "--to", "deepspeed", "-o", str(out)]) == 1
+    shown = capsys.readouterr()
+    assert "not in the file: strategy: hybrid_shard (its schema has no replicas" in shown.out
+    assert not out.exists()
+    assert main(["export", "-f", str(path), "--to", "deepspeed", "--partial", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert result["unsaid"][0]["statement"] == "strategy: hybrid_shard"
+    assert main(["export", "-f", str(path), "--to", "accelerate", "-o", str(out)]) == 0
+    theirs = yaml.safe_load(out.read_text())
+    assert theirs["parallelism_config"] == {"parallelism_config_dp_replicate_size": 2,
+                                            "parallelism_config_dp_shard_size": 4}  # fmt: skip
+
+
+def test_what_is_left_to_the_planner_cannot_be_exported(tmp_path):
+    with pytest.raises(PlanError, match="'strategy' is left to the planner"):
+        export_spec(load_spec({"version": 1, "strategy": "auto"}), "hf", TOOLS)
+    with pytest.raises(SpecError, match="there is no tool 'horovod'"):
+        export_spec(load_spec({"version": 1, "strategy": "ddp"}), "horovod", TOOLS)
+
+
+def test_defaults_of_a_tool_are_written_where_the_plan_means_otherwise():
+    """The Trainer clips at 1 and torchtitan shards the sequence unless they are told not to."""
+    spec = load_spec({"version": 1, "strategy": "full_shard", "mesh": {"dp_shard": 2, "tp": 2}})
+    assert json.loads(export_spec(spec, "hf", TOOLS).text)["max_grad_norm"] == 0
+    text = export_spec(spec, "torchtitan", TOOLS).text
+    assert "enable_sequence_parallel=False" in text
+    assert "max_norm=10000000000.0" in text
+    assert "activation_checkpoint=None" in text
+    assert "--clip-grad 0.0" in export_spec(spec, "megatron", TOOLS).text
