@@ -1,0 +1,1 @@
+"""Meshplan inside other tools: their trainers, and their configuration files."""
