@@ -31,6 +31,7 @@ from meshplan.runtime.base.mesh import device
 from meshplan.runtime.checks.forward_writes import begin_microbatch
 from meshplan.runtime.checks.outside import guard_loss
 from meshplan.runtime.checks.tp_replicas import check_loss
+from meshplan.runtime.torch_private.private import intercept_calls
 from meshplan.runtime.train.dataloader import targets_of
 from meshplan.runtime.train.gradient_scale import unscale
 from meshplan.runtime.train.step import agreed_step, check_optimizer
@@ -57,11 +58,15 @@ class ExternalStep:
         self._weights: Weights | None = None
         self._output: Any = None
         self._stashed: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._sharded = list(model.parameters())
         self._guard: AbstractContextManager[object] | None = None
         self._is_guarding = False
+        self._depth = 0
         if not self.is_pipelined:
-            model.register_forward_pre_hook(self._suspend, prepend=True)
-            model.register_forward_hook(self._keep)
+            # A function, because a copy of the model must not copy this object.
+            intercept_calls(
+                model, lambda call, *args, **kwargs: self._around(call, *args, **kwargs)
+            )
 
     @property
     def is_pipelined(self) -> bool:
@@ -117,7 +122,7 @@ class ExternalStep:
             self._suspend()
             self._guard = None
 
-    def _suspend(self, *_: Any) -> None:
+    def _suspend(self) -> None:
         if self._is_guarding and self._guard is not None:
             self._guard.__exit__(None, None, None)
             self._is_guarding = False
@@ -167,7 +172,7 @@ class ExternalStep:
         assert weights is not None
         own = weights
         if not self._number:
-            for parameter in model.parameters():
+            for parameter in self._parameters():
                 parameter.grad = None
 
         def take(output: Any, marked: tuple[Any, torch.Tensor | None]) -> torch.Tensor:
@@ -184,10 +189,14 @@ class ExternalStep:
         )  # fmt: skip
         own.agree()
         self._number += 1
-        self._stashed = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+        self._stashed = [(p, p.grad) for p in self._parameters() if p.grad is not None]
         for parameter, _ in self._stashed:
             parameter.grad = None
         return loss.float()
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Return the sharded parameters, and those that a unit has gathered in their place."""
+        return list(dict.fromkeys((*self._sharded, *self.model.parameters())))
 
     def release(self) -> None:
         """Put the gradients of `run_pipeline` into place."""
@@ -227,13 +236,25 @@ class ExternalStep:
         self.state.is_tested = True
         self.state.history.steps += 1
 
-    def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Keep the output, of which a loss over no tokens needs gradients of zero; guard the loss."""
+    def _around(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the model outside of the guard, which also sees what the model's hooks read.
+
+        Its output is kept if a loss over no tokens would need gradients of zero from it.
+        """
+        self._suspend()
+        self._depth += 1
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        if self._depth:
+            return output  # A check of the forward has called a copy of the model.
         if self._guard is not None:
             self._guard.__enter__()
             self._is_guarding = True
-        if module.training and torch.is_grad_enabled() and self.state.plan.spec.loss == "tokens":
+        if torch.is_grad_enabled() and self.state.plan.spec.loss == "tokens":
             self._output = output
+        return output
 
 
 def pipeline_inputs(batch: Any) -> Any:

@@ -5,22 +5,24 @@ Import it in a job only: it imports Lightning.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from meshplan.interop.lightning import MeshplanStrategy
+from meshplan.interop.lightning import MeshplanFabricStrategy, MeshplanStrategy
 from tests.helpers.stated import (
     EP,
     INPUT,
@@ -167,7 +169,9 @@ def run(
     out: dict[str, Any] = {"losses": module.losses}
     if "train_loss_epoch" in made.callback_metrics:
         out["epoch"] = float(made.callback_metrics["train_loss_epoch"])
-    out |= {key: float(value) for key, value in made.validate(module, valid, verbose=False)[0].items()}
+    out |= {
+        key: float(value) for key, value in made.validate(module, valid, verbose=False)[0].items()
+    }
     out |= {key: float(value) for key, value in made.test(module, valid, verbose=False)[0].items()}
     out["predicted"] = torch.cat(made.predict(module, valid))
     return out
@@ -190,3 +194,159 @@ def planned(name: str, masks: bool = False, extra: Any = None, **more: Any) -> d
     with launched():
         strategy = MeshplanStrategy(plan_of(name, **loss, **(extra or {})))
         return run(module, strategy, 4, data_ranks(name), masks, **{**SETTINGS, **more})
+
+
+QUIET: Final = {
+    "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
+    "enable_progress_bar": False, "enable_model_summary": False,
+}  # fmt: skip
+
+
+def script_alone(name: str) -> dict[str, float]:
+    """Run a script in one process, with the samples of each step that 4 ranks have."""
+    module = importlib.import_module(f"tests.interop.scripts.{name}")
+
+    def made(data: Any, batch_size: int) -> Any:
+        seed = int(os.environ["PL_GLOBAL_SEED"])
+        return DataLoader(data, batch_size, sampler=DistributedSampler(data, 1, 0, seed=seed))
+
+    with mock.patch.dict(os.environ), mock.patch.object(module, "DataLoader", made):
+        return module.main(16, devices=1, strategy="auto", **QUIET)
+
+
+def script_planned(name: str, plan: Mapping[str, Any], ranks: int) -> dict[str, float]:
+    """Run a script under a plan, unmodified but for its strategy."""
+    module = importlib.import_module(f"tests.interop.scripts.{name}")
+    with launched():
+        return module.main(16 // ranks, devices=4, strategy=MeshplanStrategy(dict(plan)), **QUIET)
+
+
+def fitted(
+    name: str, folder: str, steps: int, resume: bool, cut: int | None = None
+) -> dict[str, Any]:
+    """Fit until a step with checkpoints of each epoch, from the newest one if asked to.
+
+    Args:
+        name: A plan; "" for one process.
+        folder: The folder of checkpoints.
+        steps: The last step.
+        resume: If True, go on from `last.ckpt` in the folder.
+        cut: Step after which every rank fails, as in a crash.
+    """
+    torch.manual_seed(0)
+    module = Pipelined() if "pp" in name else Lit()
+    if cut is not None:
+        module.on_train_batch_start = lambda batch, index: _fail_at(module, cut)
+    keeper = ModelCheckpoint(
+        folder, filename="{epoch}-{step}", save_top_k=1, monitor="val_loss", save_last=True
+    )
+    with launched() if name else nullcontext():
+        strategy = MeshplanStrategy(plan_of(name)) if name else "auto"
+        made = trainer(
+            strategy, 4 if name else 1, max_epochs=-1, max_steps=steps, callbacks=[keeper],
+            enable_checkpointing=True,
+        )  # fmt: skip
+        train, valid = loaders(data_ranks(name) if name else 1)
+        last = os.path.join(folder, "last.ckpt")
+        error = ""
+        try:
+            made.fit(module, train, valid, ckpt_path=last if resume else None)
+        except ZeroDivisionError as failure:
+            error = type(failure).__name__
+    rate = made.optimizers[0].param_groups[0]["lr"]
+    return {
+        "losses": module.losses, "step": made.global_step, "epoch": made.current_epoch,
+        "rate": rate, "best": os.path.basename(keeper.best_model_path), "error": error,
+        "val_loss": float(made.callback_metrics.get("val_loss", 0.0)),
+    }  # fmt: skip
+
+
+def _fail_at(module: Any, step: int) -> None:
+    if module.trainer.global_step == step:
+        raise ZeroDivisionError("the job dies")
+
+
+def fabric_alone() -> list[float]:
+    torch.manual_seed(0)
+    model = Model()
+    return _fabric_loop(Fabric(accelerator="cpu", devices=1), model, None)[0]
+
+
+def _fabric_loop(fabric: Any, model: Any, folder: str | None) -> Any:
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    data = Sequences(6 * MICRO)
+    ranks = fabric.strategy.distributed_sampler_kwargs["num_replicas"] if folder else 1
+    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=MICRO // ranks))
+    losses = []
+    for number, (inputs, targets) in enumerate(loader):
+        is_last = number % 2 == 1
+        with fabric.no_backward_sync(model, enabled=not is_last):
+            loss = next_token_loss(model(inputs), targets)
+            fabric.backward(loss / 2)
+        losses.append(float(fabric.all_reduce(loss.detach().clone())))
+        if is_last:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        if folder and number == 3:
+            fabric.save(folder, {"model": model, "optimizer": optimizer, "number": number})
+    if folder:
+        before = [float(fabric.all_reduce(next_token_loss(model(inputs), targets).detach()))]
+        state = {"model": model, "optimizer": optimizer, "number": 0}
+        fabric.load(folder, state)
+        after = [float(fabric.all_reduce(next_token_loss(model(inputs), targets).detach()))]
+        return losses, before, after, state["number"]
+    return losses, None
+
+
+def fabric_planned(name: str, folder: str) -> Any:
+    torch.manual_seed(0)
+    with launched():
+        fabric = Fabric(
+            accelerator="cpu", devices=4, strategy=MeshplanFabricStrategy(plan_of(name))
+        )
+        fabric.launch()
+        torch.manual_seed(0)
+        return _fabric_loop(fabric, Model(), folder)
+
+
+class Failing(Lit):
+    """A LightningModule that fails on one rank, in its second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1 and dist.get_rank() == 1:
+            raise ValueError("a bad sample")
+        return super().training_step(batch, batch_idx)
+
+
+class Penalized(Lit):
+    """A LightningModule whose loss reads a parameter, of which each rank has a shard."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.model.head.weight.pow(2).sum()
+
+
+def refused(kind: str) -> str:
+    """Return the error of a Trainer that a plan does not suit."""
+    plans = {"loss": "pp_fsdp", "fails": "full_shard", "penalty": "full_shard", "clip": "ddp",
+             "accumulate": "ddp", "same": "ddp", "two": "ddp"}  # fmt: skip
+    extra = {"clip": {"clip_grad_norm": 0.1}, "accumulate": {"batch": {"accumulate": 3}}}
+    modules = {"fails": Failing, "penalty": Penalized}
+    torch.manual_seed(0)
+    module = modules.get(kind, Lit)()
+    if kind == "two":
+        module.configure_optimizers = lambda: [
+            torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(2)
+        ]
+        module.automatic_optimization = False
+    with launched():
+        strategy = MeshplanStrategy(plan_of(plans[kind], **extra.get(kind, {})))
+        made = trainer(strategy, 4, **{**SETTINGS, "use_distributed_sampler": kind != "same"})
+        train, valid = loaders(4)
+        try:
+            made.fit(module, train)
+            made.save_checkpoint("unused.ckpt")
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""

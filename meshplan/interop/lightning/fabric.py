@@ -16,7 +16,13 @@ from torch import nn
 
 from meshplan.errors import ApplyError, Origin, PlanError, Problem
 from meshplan.interop.external_step import ExternalStep
-from meshplan.interop.lightning.parallel import PlannedRanks, find_plan, precision_word, spec_of
+from meshplan.interop.lightning.parallel import (
+    PlannedRanks,
+    check_num_ranks,
+    find_plan,
+    precision_word,
+    spec_of,
+)
 from meshplan.interop.lightning.states import find_saved, folder_of, save_over
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.runtime.apply.data.data import set_gradient_sync
@@ -98,6 +104,7 @@ class MeshplanFabricStrategy(PlannedRanks, ParallelStrategy):
             self._launcher = _SubprocessScriptLauncher(
                 environment, self.num_processes, self.num_nodes
             )
+        check_num_ranks(self.spec, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Join the other ranks."""

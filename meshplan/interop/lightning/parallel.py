@@ -172,7 +172,6 @@ class PlannedRanks:
         """Start the process group with Lightning's launcher."""
         reset_seed()
         self.set_world_ranks()
-        check_num_ranks(self.spec, self.num_processes, self.num_nodes)
         device = self.root_device
         backend = self._process_group_backend
         backend = backend or _get_default_process_group_backend_for_device(device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from meshplan.errors import ApplyError, PlanError, Problem
 from meshplan.interop.external_step import ExternalStep, pipeline_inputs
 from meshplan.interop.lightning.parallel import (
     PlannedRanks,
+    check_num_ranks,
     find_plan,
     precision_word,
     spec_of,
@@ -138,6 +140,7 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
                 environment, self.num_processes, self.num_nodes
             )
         precision_word(self.spec, self._given_precision)
+        check_num_ranks(self.spec, self.num_processes, self.num_nodes)
 
     # The life of a run.
 
@@ -197,9 +200,7 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
         if isinstance(network, PipelinedModule):
             self._check_pipeline(trainer)
             self._modes = self._modes or _modes_of(network)
-            # `parameters()` of a parent does not ask a child, whose stages are no submodules.
-            prefix = self._path
-            module.named_parameters = lambda *args, **kwargs: network.named_parameters(prefix)
+            module.named_parameters = partial(_named_parameters, module, network, self._path)
         _give_groups(module, self._values_group())
         if trainer.state.fn == TrainerFn.FITTING:
             self._take_settings(trainer)
@@ -319,7 +320,17 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
                 return self._pipeline_step(batch)
             is_guarded = module.automatic_optimization
             with self.step.guarding_loss() if is_guarded else nullcontext():
-                return super().training_step(*args, **kwargs)
+                return self._run("training_step", *args, **kwargs)
+
+    def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a step of the LightningModule; if it is the network, as its forward.
+
+        Then its own layers have their parameters, and the wrappers see one forward.
+        """
+        module = self.lightning_module
+        if self._path:
+            return getattr(module, name)(*args, **kwargs)
+        return self._forward_redirection(self.model, module, name, *args, **kwargs)
 
     def _pipeline_step(self, batch: Any) -> torch.Tensor:
         module = self.lightning_module
@@ -337,17 +348,17 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run `validation_step`."""
         with self._evaluating("validation_step"):
-            return super().validation_step(*args, **kwargs)
+            return self._run("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run `test_step`."""
         with self._evaluating("test_step"):
-            return super().test_step(*args, **kwargs)
+            return self._run("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run `predict_step`."""
         with self._evaluating("predict_step"):
-            return super().predict_step(*args, **kwargs)
+            return self._run("predict_step", *args, **kwargs)
 
     @contextmanager
     def _evaluating(self, name: str) -> Iterator[None]:
@@ -443,6 +454,24 @@ def _path_of(module: nn.Module, wanted: str | None) -> str:
         return ""
     found = [name for name, child in module.named_children() if _has_parameters(child)]
     return found[0] if len(found) == 1 else ""
+
+
+def _named_parameters(
+    module: nn.Module,
+    network: PipelinedModule,
+    path: str,
+    prefix: str = "",
+    recurse: bool = True,
+    remove_duplicate: bool = True,
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield what `named_parameters` of a LightningModule would, with those of a pipeline.
+
+    torch asks no child for its parameters, and the stages of a pipeline are no submodules.
+    """
+    yield from nn.Module.named_parameters(module, prefix, recurse, remove_duplicate)
+    if recurse:
+        inner = f"{prefix}.{path}" if prefix else path
+        yield from network.named_parameters(inner, recurse, remove_duplicate)
 
 
 def _modes_of(network: PipelinedModule) -> list[tuple[nn.Module, bool]]:
