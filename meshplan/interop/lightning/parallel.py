@@ -166,7 +166,8 @@ class PlannedRanks:
             node = environment.node_rank()
             environment.set_global_rank(node * self.num_processes + self.local_rank)
             environment.set_world_size(self.num_nodes * self.num_processes)
-            rank_zero_only.rank = fabric_rank_zero_only.rank = environment.global_rank()
+            for each in (rank_zero_only, fabric_rank_zero_only):
+                setattr(each, "rank", environment.global_rank())  # noqa: B010
 
     def _join(self) -> None:
         """Start the process group with Lightning's launcher."""

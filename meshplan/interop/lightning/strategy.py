@@ -42,7 +42,7 @@ from meshplan.runtime.apply.wrap import Applied, applied
 from meshplan.runtime.base.mesh import JOIN_TIMEOUT
 from meshplan.runtime.parallelize import PlanLike, parallelize
 from meshplan.runtime.train.dataloader import on_this_rank
-from meshplan.runtime.watch.guard import guarded
+from meshplan.runtime.watch.guard import guarded, was_reported
 
 
 class MeshplanStrategy(PlannedRanks, ParallelStrategy):
@@ -82,6 +82,7 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
         self._plan = find_plan(plan)
         self.spec = spec_of(self._plan)
         self._given_precision = ""
+        self._precision_plugin: Any = None
         self._network: nn.Module | None = None
         self._step: ExternalStep | None = None
         self._wanted = module
@@ -260,7 +261,7 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """End the other ranks too, and raise the cause if it is another rank's."""
-        if not torch.distributed.is_initialized():
+        if was_reported(exception) or not torch.distributed.is_initialized():
             return
         try:
             with guarded():

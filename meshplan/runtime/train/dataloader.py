@@ -219,7 +219,7 @@ def on_this_rank(batch: Any, plan: Plan) -> Any:
 
 
 def targets_of(batch: Any) -> Any:
-    """Return the targets in a batch: the second of a pair, `labels` of a mapping; None if neither."""
+    """Return the targets in a batch: the second of a pair, or `labels` of a mapping; else None."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[1]
     return batch.get(_LABELS) if isinstance(batch, Mapping) else None

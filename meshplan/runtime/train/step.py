@@ -161,7 +161,7 @@ def train_step(
 
 
 def agreed_step(step: Callable[[], Any]) -> None:
-    """Call the optimizer's first step; raise on all ranks if a check before it fails on one rank."""
+    """Call the optimizer's first step; raise on all ranks if a check before it fails on one."""
     failure: ApplyError | None = None
     try:
         step()
