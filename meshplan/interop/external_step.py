@@ -141,8 +141,12 @@ class ExternalStep:
         if weights is not None:
             tokens = weights.marked(())[1]
             loss = weights.weigh(loss, self._output if self._output is not None else loss, tokens)
-        self._number += 1
+        self.count()
         return loss * self.state.loss_scale
+
+    def count(self) -> None:
+        """End a microbatch; a loop that weights losses itself calls it after backward."""
+        self._number += 1
 
     def run_pipeline(
         self,

@@ -82,10 +82,11 @@ class Lit(pl.LightningModule):
         super().__init__()
         self.model = Model()
         self.losses: list[float] = []
-        self.rates: list[float] = []
+        self.syncs: list[bool] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, targets = batch
+        self.syncs.append(getattr(self.model, "require_backward_grad_sync", True))
         loss = next_token_loss(self.model(inputs), targets)
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
@@ -166,7 +167,7 @@ def run(
     train, valid = loaders(ranks, masks=masks)
     made = trainer(strategy, devices, **more)
     made.fit(module, train, valid)
-    out: dict[str, Any] = {"losses": module.losses}
+    out: dict[str, Any] = {"losses": module.losses, "syncs": module.syncs}
     if "train_loss_epoch" in made.callback_metrics:
         out["epoch"] = float(made.callback_metrics["train_loss_epoch"])
     out |= {

@@ -66,6 +66,8 @@ def test_all_numbers_are_those_of_one_process(pool, one_process, name):
         assert found["losses"] == pytest.approx(one_process["losses"], rel=1e-6)
         for key in ("val_loss", "hits", "test_loss", *(["epoch"] if "pp" not in name else [])):
             assert found[key] == pytest.approx(one_process[key], rel=1e-6), key
+        if name == "ddp":  # DistributedDataParallel is told which backward is the last one.
+            assert found["syncs"] == [False, True, True] * 2
         # Each data rank predicts every so-manieth sample; under cp, the last token is on one rank.
         for index in range(ranks):
             expected = one_process["predicted"][index::ranks]
