@@ -1,8 +1,8 @@
 """`trainer`: the Trainer of transformers, and its subclasses, under a plan.
 
-`meshplan.trainer(Trainer)` returns a subclass that takes `plan=`. Which loop trains, logs, saves and
-evaluates stays transformers' business; which ranks read which samples, how gradients are reduced
-and clipped, and what a checkpoint consists of is the plan's.
+`meshplan.trainer(Trainer)` returns a subclass that takes `plan=`. The loop that trains, logs, saves
+and evaluates stays transformers' business. Which ranks read which samples, how gradients are
+reduced and clipped, and what a checkpoint consists of follows from the plan.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ class _Planned:
                    "precision", "use precision: bf16-mixed")  # fmt: skip
         given = "bf16" if args.bf16 else "fp16" if args.fp16 else ""
         if given:
-            refuse(f"{given}=True was given, but the plan states "
-                   f"{'precision: ' + spec.precision.word if spec.precision.word else 'none'}",
-                   "precision", f"leave out {given}=, and state the precision in the plan")  # fmt: skip
+            own = f"precision: {spec.precision.word}" if spec.precision.word else "no precision"
+            refuse(f"{given}=True was given, but the plan states {own}", "precision",
+                   f"leave out {given}=, and state the precision in the plan")  # fmt: skip
         if not args.average_tokens_across_devices:
             refuse("average_tokens_across_devices=False weights the tokens of ranks unequally", "",
                    "leave it out")  # fmt: skip
