@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from meshplan.errors import PlanError as PlanError
     from meshplan.errors import SpecError as SpecError
     from meshplan.errors import StateError as StateError
+    from meshplan.interop.hf import trainer as trainer
     from meshplan.layout.layout import Layout as Layout
     from meshplan.layout.mesh import Mesh as Mesh
     from meshplan.plan.plan import Plan as Plan
@@ -93,6 +94,8 @@ _ROOMS = {
     "save_pretrained": "meshplan.runtime.state.pretrained",
     "load_pretrained": "meshplan.runtime.state.pretrained",
     "guarded": "meshplan.runtime.watch.guard",
+    # inside other tools
+    "trainer": "meshplan.interop.hf",
     # check, estimate and search before running
     "estimate_states": "meshplan.api.checking",
     "estimate_memory": "meshplan.api.checking",

@@ -103,6 +103,8 @@ LATE_BETWEEN = {
     ("api", "runtime"),
     ("api", "interop"),
     ("api", "ipywidgets"),  # an extra
+    ("interop", "accelerate"),  # as above
+    ("interop", "transformers"),
     ("runtime", "planner"),
     ("cli", "api"),  # numpy
     ("cli", "launch"),

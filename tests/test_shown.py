@@ -101,6 +101,7 @@ NOT_OURS = {
     "load_pretrained": "names",
     "guarded": "a context manager",
     "lock_plan": "a path",
+    "trainer": "a class of transformers",
     "__version__": "a string",
 }
 

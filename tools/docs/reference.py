@@ -36,6 +36,7 @@ _TITLES: Final = {
     "runtime": "Wrapping, training and verifying a live model",
     "pictures": "Pictures",
     "report": "Reports",
+    "interop": "Inside other tools",
     "api": "Functions of Python",
     "cli": "The command line",
     "files.py": "Files",

@@ -218,14 +218,20 @@ def on_this_rank(batch: Any, plan: Plan) -> Any:
     return mapped(batch, placed)
 
 
+def targets_of(batch: Any) -> Any:
+    """Return the targets in a batch: the second of a pair, or `labels` of a mapping; else None."""
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[1]
+    return batch.get(_LABELS) if isinstance(batch, Mapping) else None
+
+
 def _without_targets(batch: Any, padded: int) -> Any:
     """Return a batch in which the targets of the last `padded` samples are -100.
 
     Raises:
         ApplyError: The batch shows no targets that can be ignored.
     """
-    is_pair = isinstance(batch, tuple | list) and len(batch) == 2
-    targets = batch[1] if is_pair else batch.get(_LABELS) if isinstance(batch, Mapping) else None
+    targets = targets_of(batch)
     if not token_targets(targets):
         raise ApplyError(
             Problem(

@@ -96,7 +96,7 @@ def train_step(
     state = applied(model)
     guard: AbstractContextManager[object] = nullcontext()
     if not state.is_tested:
-        _check_optimizer(model, state.plan, optimizer)
+        check_optimizer(model, state.plan, optimizer)
         guard = guard_loss(model, state.plan)
     check_batches_agree((inputs, targets), state.plan, state.mesh, state.history.steps + 1)
     weights = Weights(state.plan, state.mesh, state.history, (inputs, targets))
@@ -152,7 +152,7 @@ def train_step(
             clip_grad_norm_(model, state.plan.spec.clip_grad_norm)
         with compared():
             if is_first and isinstance(model, PipelinedModule):
-                _agreed_step(optimizer)
+                agreed_step(optimizer.step)
             else:
                 optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -160,11 +160,11 @@ def train_step(
     return float(numbers(mean, 0.0)) * factor
 
 
-def _agreed_step(optimizer: torch.optim.Optimizer) -> None:
-    """Take the first optimizer step; raise on all ranks if a check before it fails on one rank."""
+def agreed_step(step: Callable[[], Any]) -> None:
+    """Call the optimizer's first step; raise on all ranks if a check before it fails on one."""
     failure: ApplyError | None = None
     try:
-        optimizer.step()
+        step()
     except ApplyError as error:
         failure = error
     failures: list[str] = [""] * dist.get_world_size()
@@ -224,7 +224,7 @@ def _unstated_loss(plan: Plan, statement: str, fix: str) -> ApplyError:
     return ApplyError(Problem(f"this model's plan does not state {statement}", origin, fix))
 
 
-def _check_optimizer(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     """Raise ApplyError if the optimizer lacks parameters of the model but has others.
 
     With pp, any parameter outside the model is an error.

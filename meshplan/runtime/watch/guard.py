@@ -133,6 +133,11 @@ _ALONE: Final = "_meshplan_alone"
 """Attribute of an exception that is known to be raised on some ranks only."""
 
 
+def was_reported(error: BaseException) -> bool:
+    """Return True if a guard has reported this exception to the other ranks already."""
+    return hasattr(error, _HANDLED)
+
+
 def _failed(cause: str) -> Problem:
     """Return the problem of a rank that failed, with the advice to see its log."""
     return Problem(cause, fix=f"see the log of that rank; then {RESTART}")

@@ -1,0 +1,334 @@
+"""`trainer`: the Trainer of transformers, and its subclasses, under a plan.
+
+`meshplan.trainer(Trainer)` returns a subclass that takes `plan=`. The loop that trains, logs, saves
+and evaluates stays transformers' business. Which ranks read which samples, how gradients are
+reduced and clipped, and what a checkpoint consists of follows from the plan.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshplan.errors import ApplyError, MissingStateError, Origin, PlanError, Problem
+from meshplan.interop.external_step import ExternalStep
+from meshplan.layout.mesh import DATA_AXES
+from meshplan.runtime.apply.loss.loss_weights import IGNORED
+from meshplan.runtime.apply.wrap import applied, own_module
+from meshplan.runtime.parallelize import PlanLike, parallelize
+from meshplan.runtime.state.load import load
+from meshplan.runtime.state.pretrained import save_pretrained
+from meshplan.runtime.state.save import save
+from meshplan.runtime.train.evaluation import reduce
+from meshplan.runtime.train.gradient_scale import clip_grad_norm_
+from meshplan.runtime.watch.guard import guarded
+
+_STATE: Final = "meshplan"
+"""Folder of the training state in a checkpoint of the Trainer."""
+_DEFAULT_NORM: Final = 1.0
+"""`TrainingArguments.max_grad_norm` if it was left out."""
+
+
+def trainer(base: type) -> type:
+    """Return a subclass of transformers' Trainer, or of one of its subclasses, that takes a plan.
+
+    Beside the arguments of `base` it takes `plan`, as for `parallelize`, and `example_inputs`.
+    Batch sizes of TrainingArguments are those of one microbatch on one data rank.
+
+    Args:
+        base: `transformers.Trainer`, `Seq2SeqTrainer`, or a class derived from them.
+
+    Raises:
+        ApplyError: It is no Trainer, or accelerate is missing.
+
+    Example:
+        >>> Trainer = meshplan.trainer(transformers.Trainer)
+        >>> Trainer(model, args, train_dataset=data, plan="plan.yaml").train()
+    """
+    try:
+        import accelerate  # noqa: F401
+        from transformers import Trainer
+    except ImportError as error:
+        what = f"meshplan.trainer needs the package {error.name}, which is not installed"
+        raise ApplyError(Problem(what, fix="pip install accelerate transformers")) from None
+    if not (isinstance(base, type) and issubclass(base, Trainer)):
+        what = f"{base!r} is not a Trainer of transformers"
+        raise ApplyError(Problem(what, fix="pass the class: meshplan.trainer(Trainer)"))
+    return type(f"Planned{base.__name__}", (_Planned, base), {"__doc__": base.__doc__})
+
+
+class _Planned:
+    """The methods of a Trainer that a plan changes. Mixed in before the Trainer's class."""
+
+    # Attributes of the Trainer.
+    model: Any
+    args: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+    callback_handler: Any
+    model_wrapped: Any
+    processing_class: Any
+    create_optimizer: Callable[[], Any]
+    create_scheduler: Callable[..., Any]
+    current_gradient_accumulation_steps: int
+    model_accepts_loss_kwargs: bool
+    compute_loss_func: Any
+
+    def __init__(
+        self, *args: Any, plan: PlanLike = "plan.yaml", example_inputs: Any = None, **kwargs: Any
+    ) -> None:
+        self._plan, self._example_inputs = plan, example_inputs
+        self._step: ExternalStep | None = None
+        if kwargs.get("optimizers", (None, None))[0] is not None:
+            what = "optimizers= was given, but applying a plan replaces the parameters of the model"
+            fix = (
+                "pass optimizer_cls_and_kwargs=(torch.optim.AdamW, {'lr': 1e-4}), or optim= in args"
+            )
+            raise ApplyError(Problem(what, fix=fix))
+        super().__init__(*args, **kwargs)
+
+    # The model.
+
+    def _planned(self) -> nn.Module:
+        """Return the parallelized model; apply the plan when it is needed first."""
+        if self._step is None:
+            wrapped = parallelize(self.model, self._plan, example_inputs=self._example_inputs)
+            self._check(wrapped)
+            self._step = ExternalStep(wrapped)
+            self.model, self.model_wrapped = own_module(wrapped), wrapped
+        wrapped = self._step.model
+        if not any(each is wrapped for each in self.accelerator._models):
+            self.accelerator._models.append(wrapped)  # It is prepared.
+        return wrapped
+
+    def _check(self, wrapped: nn.Module) -> None:
+        """Raise where the arguments contradict the plan; take from it what they leave open."""
+        args, plan = self.args, applied(wrapped).given
+        spec = plan.spec
+        problems = []
+
+        def refuse(what: str, key: str, fix: str) -> None:
+            problems.append(Problem(what, spec.origin(key), fix))
+
+        if plan.assignment.stages is not None:
+            refuse("the Trainer calls backward itself, but a pipeline runs its own", "mesh.pp",
+                   "use a plan without pp, or a loop around meshplan.train_step")  # fmt: skip
+        if plan.assignment.context is not None:
+            refuse("the Trainer counts tokens of whole sequences, which cp cuts", "mesh.cp",
+                   "use a plan without cp, or a loop around meshplan.train_step")  # fmt: skip
+        if spec.loss != "mean":
+            refuse(f"the plan states loss: {spec.loss}, but the Trainer weights tokens itself",
+                   "loss", "leave it out")  # fmt: skip
+        if spec.precision.scales_loss:
+            refuse("the plan states a float16 loss scale, which the Trainer does not ask for",
+                   "precision", "use precision: bf16-mixed")  # fmt: skip
+        given = "bf16" if args.bf16 else "fp16" if args.fp16 else ""
+        if given:
+            own = f"precision: {spec.precision.word}" if spec.precision.word else "no precision"
+            refuse(f"{given}=True was given, but the plan states {own}", "precision",
+                   f"leave out {given}=, and state the precision in the plan")  # fmt: skip
+        if not args.average_tokens_across_devices:
+            refuse("average_tokens_across_devices=False weights the tokens of ranks unequally", "",
+                   "leave it out")  # fmt: skip
+        if plan.accumulate > 1 and args.gradient_accumulation_steps != plan.accumulate:
+            refuse(f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, but the "
+                   f"plan accumulates over {plan.accumulate} microbatches", "batch.accumulate",
+                   f"set gradient_accumulation_steps={plan.accumulate}")  # fmt: skip
+        clip = spec.clip_grad_norm
+        if clip is not None and args.max_grad_norm not in (clip, _DEFAULT_NORM):
+            refuse(f"max_grad_norm is {args.max_grad_norm}, but the plan clips at {clip}",
+                   "clip_grad_norm", "state it in one of them")  # fmt: skip
+        if problems:
+            raise PlanError(problems)
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        return self._planned()
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Do nothing: `parallelize` moves the model."""
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume: Any) -> Any:
+        wrapped = self._planned()
+        self.optimizer = self.lr_scheduler = None
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=max_steps)
+        if resume is not None:
+            folder = os.path.join(resume, _STATE)
+            try:
+                load(folder, wrapped, self.optimizer, scheduler=self.lr_scheduler)
+            except MissingStateError:
+                what = "this checkpoint has no training state of meshplan"
+                fix = "load its weights into the model, and train without resume_from_checkpoint"
+                raise ApplyError(Problem(what, Origin(str(resume)), fix)) from None
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return wrapped, train_dataloader
+
+    # Data.
+
+    def _ranks(self) -> tuple[int, int]:
+        """Return the number of data ranks, and the index of this one."""
+        plan = applied(self._planned()).plan
+        return plan.num_data_ranks, plan.mesh.index(dist.get_rank(), DATA_AXES)
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Let accelerate split batches over the data ranks only."""
+        from accelerate.data_loader import prepare_data_loader
+
+        ranks, index = self._ranks()
+        accelerator = self.accelerator
+
+        def prepare(loader: Any) -> Any:
+            return prepare_data_loader(
+                loader, accelerator.device, num_processes=ranks, process_index=index,
+                split_batches=accelerator.split_batches, put_on_device=True,
+                rng_types=accelerator.rng_types.copy(), dispatch_batches=False,
+                even_batches=accelerator.even_batches,
+                use_seedable_sampler=accelerator.use_seedable_sampler,
+                data_seed=accelerator.dataloader_config.data_seed,
+            )  # fmt: skip
+
+        accelerator.prepare = prepare
+        try:
+            return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            del accelerator.prepare
+
+    def get_tp_size(self) -> int:
+        """Return the number of ranks that have the same samples, by which counts are divided."""
+        return dist.get_world_size() // self._ranks()[0] if self._step is not None else 1
+
+    # A step.
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        step = self._step
+        assert step is not None
+        is_last = self.accelerator.gradient_state.sync_gradients
+        with guarded("training_step"):
+            with step.microbatch(self.current_gradient_accumulation_steps, is_last=is_last):
+                step.begin(dict(inputs))
+                loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+                step.count()
+            return loss
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self._step is not None
+        with self._step.guarding_loss():
+            return super().compute_loss(model, *args, **kwargs)  # type: ignore[misc]
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        clip = applied(self._planned()).plan.spec.clip_grad_norm
+        return self._norm(self.args.max_grad_norm if clip is None else clip)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        clip = applied(self._planned()).plan.spec.clip_grad_norm
+        return grad_norm if grad_norm is not None else self._norm(clip or float("inf"))
+
+    def _norm(self, largest: float) -> torch.Tensor:
+        """Check and clip the gradients of a step; return their norm."""
+        step = self._step
+        assert step is not None
+        step.before_step(self.optimizer)
+        norm = clip_grad_norm_(step.model, largest)
+        step.finish()
+        return norm
+
+    # Evaluation.
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of the batch of all data ranks, as in one process; and this rank's rest.
+
+        The samples that fill up the last batch are repeated ones. They do not count.
+        """
+        ranks, index = self._ranks()
+        labels = inputs.get("labels")
+        is_counted = isinstance(labels, torch.Tensor) and not labels.is_floating_point()
+        left = self._rest()
+        if is_counted and left is not None:
+            labels = labels.clone()
+            labels[max(0, left - index * len(labels)) :] = IGNORED
+            inputs = {**inputs, "labels": labels}
+        with guarded("prediction_step"):
+            loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            if loss is None or not is_counted or ranks == 1:
+                return (loss, *rest)
+            if self.model_accepts_loss_kwargs or self.compute_loss_func is not None:
+                # The Trainer has divided by the tokens of all ranks, and multiplied by the ranks.
+                loss = reduce(loss, "mean", self._planned())
+            else:
+                shifts = getattr(self, "_loss_shifts_labels", False)
+                count = ((labels[..., 1:] if shifts else labels) != IGNORED).sum().double()
+                total = torch.where(count > 0, loss.double() * count, torch.zeros_like(count))
+                both = reduce(torch.stack((total, count)), "sum", self._planned())
+                loss = (both[0] / both[1]).to(loss.dtype)
+            return (loss, *rest)
+
+    def _rest(self) -> int | None:
+        """Return the number of samples in the last batch of all data ranks; None if it is full."""
+        state = self.accelerator.gradient_state
+        return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+    @property
+    def gather_function(self) -> Callable[[Any], Any]:
+        """The function that gathers tensors of an evaluation, each sample once."""
+        return self._gather_samples
+
+    @gather_function.setter
+    def gather_function(self, function: Any) -> None:
+        """Do nothing: the Trainer sets accelerate's, which counts copies along tp."""
+
+    def _gather_samples(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        from accelerate.utils.operations import recursively_apply
+
+        every = self.accelerator.gather(tensors)
+        plan = applied(self._planned()).plan
+        indices = list(plan.mesh.indices(DATA_AXES))
+        ranks = [indices.index(index) for index in range(plan.num_data_ranks)]
+        rest = self._rest()
+
+        def once(tensor: torch.Tensor) -> torch.Tensor:
+            own = tensor.unflatten(0, (len(indices), -1))[ranks].flatten(0, 1)
+            return own[:rest]
+
+        return recursively_apply(once, every)
+
+    # Checkpoints.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the weights as a checkpoint of Hugging Face; all ranks call it."""
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        if self._step is None:
+            super().save_model(folder, _internal_call)  # type: ignore[misc]
+            return
+        save_pretrained(self._step.model, folder)
+        if self.processing_class is not None and self.args.should_save:
+            self.processing_class.save_pretrained(folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save(
+            os.path.join(output_dir, _STATE), self._planned(), self.optimizer,
+            step=self.state.global_step, scheduler=self.lr_scheduler,
+        )  # fmt: skip
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Do nothing: a state has the loss scale."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Do nothing: a state has the random number generators."""
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        """Do nothing: `_prepare_for_training` has loaded it."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Do nothing: `_prepare_for_training` loads weights and optimizer together."""
+
+    def _load_best_model(self) -> None:
+        load(os.path.join(self.state.best_model_checkpoint, _STATE), self._planned())

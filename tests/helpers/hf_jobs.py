@@ -1,0 +1,112 @@
+"""A tiny Llama trained by transformers' Trainer, alone and under plans of 4 ranks.
+
+Import it in a job only: it imports accelerate.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import meshplan
+from tests.helpers.lit import launched
+
+PLANS: Final[Mapping[str, dict[str, Any]]] = {
+    "ddp": {"strategy": "ddp"},
+    "full_shard": {"strategy": "full_shard"},
+    "hybrid": {"strategy": "hybrid_shard", "mesh": [2, 2]},
+    "tp_fsdp": {"mesh": {"dp_shard": 2, "tp": 2}, "tp_plan": "auto"},
+    "pp": {"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"microbatches": 2}},
+}  # fmt: skip
+MICRO: Final = 8
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+class Texts(Dataset[Any]):
+    """Sequences with other numbers of tokens that count."""
+
+    def __init__(self, num: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.tokens = torch.randint(64, (num, 12), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Any:
+        labels = self.tokens[index].clone()
+        labels[: index * 5 % 9] = -100
+        return {"input_ids": self.tokens[index], "labels": labels}
+
+
+class Norms(TrainerCallback):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        if logs and "grad_norm" in logs:
+            self.losses.append(float(logs["loss"]))
+            self.norms.append(float(logs["grad_norm"]))
+
+
+def _run(name: str, folder: str, resume: bool, epochs: int, **more: Any) -> dict[str, Any]:
+    ranks = {"": 1, "tp_fsdp": 2, "pp": 2}.get(name, 4)
+    args = TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=MICRO // ranks,
+        per_device_eval_batch_size=MICRO // ranks, gradient_accumulation_steps=2,
+        num_train_epochs=epochs, learning_rate=0.5, optim="sgd", max_grad_norm=0.5,
+        logging_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="epoch",
+        save_only_model=False, lr_scheduler_type="constant_with_warmup", warmup_steps=2, seed=3,
+    )  # fmt: skip
+    seen = Norms()
+    made = meshplan.trainer(Trainer) if name else Trainer
+    plan = {"plan": {"version": 1, **PLANS[name], **more}} if name else {}
+    runner = made(
+        model=model(), args=args, train_dataset=Texts(6 * MICRO), eval_dataset=Texts(2 * MICRO - 3),
+        callbacks=[seen], **plan,
+    )  # fmt: skip
+    runner.train(resume_from_checkpoint=resume or None)
+    evaluated = runner.evaluate()
+    predicted = runner.predict(Texts(2 * MICRO - 3)).predictions
+    return {
+        "losses": seen.losses, "norms": seen.norms, "eval_loss": evaluated["eval_loss"],
+        "predicted": torch.as_tensor(predicted), "step": runner.state.global_step,
+    }  # fmt: skip
+
+
+def alone(folder: str, resume: bool = False, epochs: int = 2) -> dict[str, Any]:
+    """In one process, with transformers alone."""
+    return _run("", folder, resume, epochs)
+
+
+def planned(
+    name: str, folder: str, resume: bool = False, epochs: int = 2, **more: Any
+) -> dict[str, Any]:
+    """Under a plan, on the ranks of a pool."""
+    with launched():
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        return _run(name, folder, resume, epochs, **more)
+
+
+def refused(name: str, folder: str, **more: Any) -> str:
+    """Return the error of a Trainer that a plan does not suit."""
+    try:
+        planned(name, folder, **more)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
