@@ -79,9 +79,20 @@ def test_a_run_as_predicted_agrees(compare):
     assert found["constants"] == []
     known = {each["what"]: each["error"] for each in found["figures"]}
     assert known.pop("data") is None  # No plan predicts a loader.
-    assert {"a step, without its data", "forward", "backward", "optimizer", "peak allocated",
-            "peak reserved", "all_gather over dp_shard"} <= known.keys()  # fmt: skip
+    assert {"a step, without its data", "forward", "backward", "communication", "optimizer",
+            "peak allocated", "peak reserved",
+            "all_gather over dp_shard"} <= known.keys()  # fmt: skip
     assert all(error == pytest.approx(0, abs=1e-9) for error in known.values())
+
+
+def test_a_slower_link_costs_communication_alone(job):
+    costs = costed(job(LLAMA, **WHOLE))
+    slow = costs.with_profile(
+        replace(costs.profile, intra_bytes_per_s=costs.profile.intra_bytes_per_s / 50)
+    )
+    before, after = dict(costs.phases), dict(slow.phases)
+    assert after.pop("communication") > 2 * before.pop("communication")
+    assert after == pytest.approx(before)
 
 
 @pytest.mark.parametrize("name", ["efficiency", "intra_bytes_per_s", "memory_bytes_per_s"])

@@ -50,7 +50,8 @@ class MeasuredRun:
         ranks: Number of ranks.
         device: Name of rank 0's device.
         step_s: Median seconds of a step on rank 0; None if no step was taken.
-        phases_s: Median seconds of "data", "forward", "backward" and "optimizer".
+        phases_s: Median seconds of "data", "forward", "backward", "communication" (what of the
+            other phases waited for collectives, which is not in them) and "optimizer".
         peak_bytes: Most bytes that the allocator gave out, by rank; () where it was not measured.
         reserved_bytes: Most bytes that the allocator held, by rank; () where it was not measured.
         routes: {(kind of collective, axes): bytes of the whole tensors in one step of rank 0}.

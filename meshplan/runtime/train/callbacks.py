@@ -26,8 +26,10 @@ class StepRecord:
         loss: What `train_step` returned: the loss over the global batch.
         seconds: From the end of the step before to the end of this one.
         phases: Seconds of "data" (all before the forward: the loader, and what the loop does
-            between steps), "forward" with the loss, "backward", and "optimizer". Communication is
-            in the phase that waits for it.
+            between steps), "forward" with the loss, "backward", "optimizer", and "communication":
+            the time in which the computation of the other phases waits for collectives, or for a
+            pipeline's sends and receives. A collective that runs meanwhile is not in it; a slower
+            rank, for which this one waits, is.
         values: What `Run.log` was given after this step.
     """
 

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import platform
-import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -29,9 +28,9 @@ from meshplan.planner.answers.measured import FORMAT
 from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.optimizer_steps import is_due
-from meshplan.runtime.base.phases import heard_by
 from meshplan.runtime.trace.collectives import counting
 from meshplan.runtime.train.callbacks import Callback, StepRecord, callbacks_of
+from meshplan.runtime.train.clock import COMMUNICATION, NAMES, StepClock
 from meshplan.runtime.train.process import is_main
 from meshplan.runtime.watch.guard import guarded
 from meshplan.traffic import Route, forecast
@@ -42,13 +41,6 @@ _Step = TypeVar("_Step", bound=Callable[..., float])
 RUN_FILE: Final = "run.json"
 WARM_UP: Final = 10
 """First steps that the medians leave out: torch makes its buffers and meshplan compares more."""
-
-_PHASES: Final = {
-    "forward": "forward", "loss": "forward", "backward": "backward", "step": "optimizer",
-}  # fmt: skip
-"""Name of a phase in a record, by the name with which `train_step` announces it."""
-NAMES: Final = ("data", "forward", "backward", "optimizer")
-"""The phases of a record."""
 
 _runs: WeakKeyDictionary[nn.Module, Run] = WeakKeyDictionary()
 """The open run of a model."""
@@ -94,7 +86,6 @@ class Run:
         self._model, self._plan = model, state.given
         self._callbacks = callbacks_of(callbacks)
         self._first = step + 1
-        self._clock = _Clock()
         self._last: StepRecord | None = None
         self._loss: float | None = None
         self._timings = array("d")
@@ -108,6 +99,7 @@ class Run:
         if device().type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # Peaks of an earlier run are not of this one.
         _runs[model] = self
+        self._clock = StepClock(model)
         self._clock.restart()
 
     def log(self, **values: float) -> None:
@@ -174,6 +166,7 @@ class Run:
         if _runs.get(self._model) is not self:
             raise ApplyError(Problem(f"the run in {self.folder} was closed already"))
         del _runs[self._model]
+        self._clock.close()
         self._emit(failure)
         summary = self._summary(failure)
         if is_main():
@@ -187,7 +180,8 @@ class Run:
         num = len(every_step)
         timed = every_step[WARM_UP if num > WARM_UP else min(1, max(0, num - 1)) :]
         medians = np.median(timed, axis=0).tolist() if num else []
-        own = _peaks()
+        phases = dict(zip(NAMES, medians[1:], strict=False))
+        own = *_peaks(), phases.get(COMMUNICATION)
         every: list[Any] = [own] * dist.get_world_size()
         if not failure:  # After a failure, other ranks may be gone.
             with guarded("Run.close"):
@@ -204,11 +198,12 @@ class Run:
             "steps": {"first": self._first, "last": self.step, "timed": len(timed)},
             "loss": self._loss,
             "step_s": medians[0] if medians else None,
-            "phases_s": dict(zip(NAMES, medians[1:], strict=False)),
+            "phases_s": phases,
+            "communication_s": [waited for *_, waited in every] if not failure else [],
             "collectives": _listed((self._routes or {}).items()),
             "predicted": _predicted(self._plan) if is_main() else {},
-            "peak_bytes": [peak for peak, _ in every] if not failure else [],
-            "reserved_bytes": [reserved for _, reserved in every] if not failure else [],
+            "peak_bytes": [peak for peak, *_ in every] if not failure else [],
+            "reserved_bytes": [reserved for _, reserved, _ in every] if not failure else [],
         }
 
     def __enter__(self) -> Run:
@@ -268,47 +263,6 @@ def recorded(train_step: _Step) -> _Step:
         return run._record(lambda: train_step(model, *args, **kwargs))
 
     return cast(_Step, taken)
-
-
-class _Clock:
-    """Times the phases of steps: on an accelerator with events, on the CPU with its clock."""
-
-    def __init__(self) -> None:
-        self._where = device()
-        self._marks: list[tuple[str, Any]] = []
-
-    def restart(self) -> None:
-        """Begin the first step's "data"."""
-        self._marks = [("data", self._now())]
-
-    def taking_step(self) -> Any:
-        """Return a context in which the phases of a step are heard."""
-        return heard_by(self._hear)
-
-    def _hear(self, phase: str) -> None:
-        self._marks.append((_PHASES[phase], self._now()))
-
-    def read(self) -> tuple[float, dict[str, float]]:
-        """End a step; return its seconds, and those of each phase."""
-        end = self._now()
-        marks, self._marks = self._marks, [("data", end)]
-        phases = dict.fromkeys(NAMES, 0.0)
-        for (name, begun), (_, ended) in zip(marks, [*marks[1:], ("", end)], strict=True):
-            phases[name] += self._between(begun, ended)
-        return sum(phases.values()), phases
-
-    def _now(self) -> Any:
-        if self._where.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self._where, enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, begun: Any, ended: Any) -> float:
-        if self._where.type == "cpu":
-            return float(ended - begun)
-        ended.synchronize()
-        return float(begun.elapsed_time(ended)) / 1e3
 
 
 def _peaks() -> tuple[int | None, int | None]:

@@ -1,6 +1,8 @@
 """`Run`: a record of every step, rows that survive a crash, and a summary of all ranks.
 
-Which seeded bug would this catch? Phases that overlap or miss a part of the step, rows twice after
+Which seeded bug would this catch? Phases that overlap or miss a part of the step, a wait for a
+collective that counts as computation (of DDP's reducer, of FSDP2, of DTensor, of a pipeline), a
+patch of torch that outlives the step, rows twice after
 a load, a summary of rank 0 alone, a callback on every rank, or a run that an error leaves open.
 """
 
@@ -14,10 +16,12 @@ import types
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 import meshplan
 from meshplan.errors import ApplyError
-from tests.helpers.stated import LAYOUTS, Job, plan_of
+from tests.helpers.stated import LAYOUTS, Job, next_token_loss, plan_of
 
 
 class Counts(meshplan.Callback):
@@ -84,6 +88,46 @@ def test_every_step_is_recorded_once(pool, tmp_path, layout):
     if layout == "full_shard":
         assert by_route(summary["predicted"]["collectives"]) == by_route(summary["collectives"])
     assert summary["ranks"] == len(summary["peak_bytes"]) == world
+
+
+def train_late(layout, folder, pause_s):
+    """Train while the last rank is late: what steps took on rank 0, and the summary."""
+    job, counts = Job(plan_of(layout)), Counts()
+    is_late = dist.get_rank() == dist.get_world_size() - 1
+    pauses = ["loss"] * 3 if "pp" in layout else ["loss", "forward", "forward"]
+
+    def pause(where):
+        if is_late and where == pauses[0]:
+            time.sleep(pause_s)
+
+    def loss_fn(output, targets):
+        pause("loss")  # In a pipeline, the last rank alone calls it.
+        return next_token_loss(output, targets)
+
+    job.model.register_forward_pre_hook(lambda *_: pause("forward"))
+    waits = dist.Work.wait, torch.ops._c10d_functional.wait_tensor._op
+    with meshplan.Run(folder, job.model, callbacks=[counts]):
+        for inputs, targets in job.loader:
+            meshplan.train_step(job.model, job.optimizer, inputs, targets, loss_fn)
+            del pauses[0]
+    assert waits == (dist.Work.wait, torch.ops._c10d_functional.wait_tensor._op)
+    return counts.steps, counts.summary
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["ddp", "pp", *(pytest.param(each, marks=pytest.mark.wide)
+                    for each in ("full_shard", "packed", "cp", "zero1", "hybrid", "pp_fsdp_tp"))],
+)  # fmt: skip
+def test_waiting_for_a_late_rank_is_communication(pool, tmp_path, layout):
+    pause = 0.4
+    steps, summary = pool(LAYOUTS[layout].world).run(train_late, layout, tmp_path, pause)[0]
+    # Each pause is over before rank 0 goes on; it calls each function once a step at least.
+    assert min(record.phases["communication"] for record in steps) > 0.9 * pause
+    waited = summary["communication_s"]
+    assert waited[0] == summary["phases_s"]["communication"]
+    if layout != "pp_fsdp_tp":  # Its ranks of one stage are late for each other.
+        assert min(waited) == waited[-1]
 
 
 def interrupted(job, folder):
