@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.phases import heard_by
 from meshplan.runtime.torch_private.private import at_end_of_backward
@@ -51,13 +52,14 @@ class StepClock:
         # The reducer waits in C++, in a callback at the end of backward.
         self._hooks = [
             module.register_forward_hook(self._before_backward)
-            for module in model.modules()
+            for whole in (model.stage_modules if isinstance(model, PipelinedModule) else [model])
+            for module in whole.modules()
             if isinstance(module, DistributedDataParallel)
         ]
 
     def restart(self) -> None:
         """Begin the first step's "data"."""
-        self._marks = [("data", self._now())]
+        self._marks = [("data", self.now())]
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -78,11 +80,11 @@ class StepClock:
 
     def read(self) -> tuple[float, dict[str, float]]:
         """End a step; return its seconds, and those of each phase."""
-        end = self._now()
+        end = self.now()
         marks, self._marks = self._marks, [("data", end)]
         phases = dict.fromkeys(NAMES, 0.0)
         for (name, begun), (_, ended) in zip(marks, [*marks[1:], ("", end)], strict=True):
-            phases[name] += self._between(begun, ended)
+            phases[name] += self.seconds(begun, ended)
         return sum(phases.values()), phases
 
     def _wait(self, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -119,16 +121,18 @@ class StepClock:
         at_end_of_backward(end)  # Behind the reducer's callback.
 
     def _mark(self, name: str) -> None:
-        self._marks.append((name, self._now()))
+        self._marks.append((name, self.now()))
 
-    def _now(self) -> Any:
+    def now(self) -> Any:
+        """Return a mark of this moment, on an accelerator in the current stream."""
         if self._where.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self._where, enable_timing=True)
         event.record()
         return event
 
-    def _between(self, begun: Any, ended: Any) -> float:
+    def seconds(self, begun: Any, ended: Any) -> float:
+        """Return the seconds between two marks, when the device has reached them."""
         if self._where.type == "cpu":
             return float(ended - begun)
         ended.synchronize()

@@ -21,7 +21,16 @@ import torch.distributed as dist
 
 import meshplan
 from meshplan.errors import ApplyError
-from tests.helpers.stated import LAYOUTS, Job, next_token_loss, plan_of
+from tests.helpers.stated import (
+    BATCH,
+    DIM,
+    LAYOUTS,
+    SEQ_LEN,
+    VOCAB,
+    Job,
+    next_token_loss,
+    plan_of,
+)
 
 
 class Counts(meshplan.Callback):
@@ -84,10 +93,56 @@ def test_every_step_is_recorded_once(pool, tmp_path, layout):
     assert [float(row["loss"]) for row in rows] == losses
     assert [row["accuracy"] for row in rows] == ["", "", "0.5", ""]
     assert json.loads((tmp_path / "run.json").read_text()) == summary
-    assert summary["steps"] == {"first": 1, "last": 4, "timed": 3}
+    assert summary["steps"] == {"first": 1, "last": 4, "timed": 2}  # Not the one that was counted.
     if layout == "full_shard":
         assert by_route(summary["predicted"]["collectives"]) == by_route(summary["collectives"])
     assert summary["ranks"] == len(summary["peak_bytes"]) == world
+
+
+def watched(layout, folder, **fields):
+    """What is counted of a step on this rank, and timed of its modules."""
+    job = Job(plan_of(layout) | fields)
+    with meshplan.Run(folder, job.model, profile_step=3) as run:
+        job.train(6)
+    return run._flops.model_flops, run._flops.recomputed_flops, run._modules
+
+
+TOKENS = BATCH * SEQ_LEN
+TP_PRODUCTS = 2 * TOKENS * DIM * (2 * 4 * DIM + 2 * 24)
+"""FLOPs of a forward in what tp splits: projections of two blocks, and a dense layer."""
+OTHER_PRODUCTS = 2 * TOKENS * DIM * (4 + 2 * 3 * 8 + VOCAB)
+"""Router, two of four experts for each token, and head."""
+SCORES = 2 * 2 * TOKENS * DIM * SEQ_LEN
+"""Both products of causal attention in two blocks, of which a half is masked."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["packed", *(pytest.param(each, marks=pytest.mark.wide) for each in ("pp", "full_shard"))],
+)
+def test_flops_are_those_of_the_shapes(pool, tmp_path, layout):
+    world = LAYOUTS[layout].world
+    ranks = pool(world).run(watched, layout, tmp_path)
+    copies = world if layout == "packed" else 1
+    forward, attention = TP_PRODUCTS + copies * OTHER_PRODUCTS, SCORES
+    # Backward computes two products for each; attention has five in place of two.
+    assert sum(flops for flops, _, _ in ranks) == 3 * forward + 3.5 * attention
+    assert not any(recomputed for _, recomputed, _ in ranks)
+
+
+def test_recomputation_is_counted_apart(pool, tmp_path):
+    recompute = {"activation_checkpointing": "full"}
+    ((flops, recomputed, modules),) = pool(1).run(watched, "one", tmp_path, **recompute)
+    assert flops == 3 * (TP_PRODUCTS + OTHER_PRODUCTS) + 3.5 * SCORES
+    assert 0 < recomputed < flops / 3
+    # Ten of eleven groups, the slowest first; forwards that backward runs again are no calls.
+    seconds = [each["forward_s"] for each in modules]
+    assert seconds == sorted(seconds, reverse=True)
+    assert len(modules) == 10
+    (blocks,) = (each for each in modules if each["name"] == "layers.*")
+    assert (blocks["modules"], blocks["calls"]) == (2, 2)
+    inside = [each for each in modules if each["name"].startswith("layers.*.")]
+    assert blocks["forward_s"] > sum(each["forward_s"] for each in inside)
 
 
 def train_late(layout, folder, pause_s):
