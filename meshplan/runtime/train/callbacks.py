@@ -168,6 +168,11 @@ WRITERS: Final[Mapping[str, type[Callback]]] = {
 """The callbacks that `Run` knows by name."""
 
 
+def is_service(callback: Callback) -> bool:
+    """Return True for a writer that shows its numbers elsewhere, beside those of real runs."""
+    return isinstance(callback, TensorBoardWriter | WandbWriter)
+
+
 def _imported(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)

@@ -30,8 +30,9 @@ from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.optimizer_steps import is_due
 from meshplan.runtime.trace.collectives import counting
-from meshplan.runtime.train.callbacks import Callback, StepRecord, callbacks_of
+from meshplan.runtime.train.callbacks import Callback, StepRecord, callbacks_of, is_service
 from meshplan.runtime.train.clock import COMMUNICATION, NAMES, StepClock
+from meshplan.runtime.train.fast_dev_run import num_dev_batches, own_folder
 from meshplan.runtime.train.process import is_main
 from meshplan.runtime.train.profiler import ModuleTimes, StepFlops, counting_flops
 from meshplan.runtime.watch.guard import guarded
@@ -90,10 +91,12 @@ class Run:
         if model in _runs:
             what = f"the model is recorded in {_runs[model].folder} already"
             raise ApplyError(Problem(what, fix="close that run first"))
-        self.folder: Path = Path(folder)
+        self.folder: Path = own_folder(folder) if is_main() else Path(folder)
         self.step = step
         self._model, self._plan = model, state.given
         self._callbacks = callbacks_of(callbacks)
+        if num_dev_batches() is not None:
+            self._callbacks = [each for each in self._callbacks if not is_service(each)]
         self._first = step + 1
         self._last: StepRecord | None = None
         self._loss: float | None = None
