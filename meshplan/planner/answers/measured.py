@@ -182,8 +182,8 @@ def read_run(path: str | os.PathLike[str]) -> MeasuredRun:
             peak_bytes=_bytes_by_rank(content["peak_bytes"]),
             reserved_bytes=_bytes_by_rank(content["reserved_bytes"]),
             routes=_routes(content["collectives"]),
-            flops=_number(content["flops"]),
-            modules={str(m["name"]): float(m["forward_s"]) for m in content["modules"] or ()},
+            flops=_number(content.get("flops")),
+            modules={str(m["name"]): float(m["forward_s"]) for m in content.get("modules") or ()},
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"this is no run.json of {FORMAT}: {type(error).__name__}: {error}"

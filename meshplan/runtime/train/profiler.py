@@ -109,16 +109,20 @@ class ModuleTimes:
 
     def slowest(self) -> list[dict[str, Any]]:
         """Return the slowest groups of modules, with the seconds of all calls in the step."""
-        found = [
+        seconds = {
+            name: sum(self._seconds(*span) for span in group.spans)
+            for name, group in self._groups.items()
+        }
+        slowest = sorted(seconds, key=lambda name: -seconds[name])[:NUM_SLOWEST]
+        return [
             {
                 "name": name,
-                "modules": len(group.modules),
-                "calls": len(group.spans),
-                "forward_s": sum(self._seconds(*span) for span in group.spans),
+                "modules": len(self._groups[name].modules),
+                "calls": len(self._groups[name].spans),
+                "forward_s": seconds[name],
             }
-            for name, group in self._groups.items()
+            for name in slowest
         ]
-        return sorted(found, key=lambda each: -each["forward_s"])[:NUM_SLOWEST]
 
     def _hear(self, phase: str) -> None:
         self._phase = phase
