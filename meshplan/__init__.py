@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from meshplan.runtime.train.prediction import predict as predict
     from meshplan.runtime.train.process import is_main as is_main
     from meshplan.runtime.train.process import main_first as main_first
+    from meshplan.runtime.train.process import rank_logger as rank_logger
     from meshplan.runtime.train.process import seed_everything as seed_everything
     from meshplan.runtime.train.run import Run as Run
     from meshplan.runtime.train.state import full_state_dict as full_state_dict
@@ -79,6 +80,7 @@ _ROOMS = {
     "EMA": "meshplan.runtime.train.ema",
     "is_main": "meshplan.runtime.train.process",
     "main_first": "meshplan.runtime.train.process",
+    "rank_logger": "meshplan.runtime.train.process",
     "seed_everything": "meshplan.runtime.train.process",
     "chunked_loss": "meshplan.runtime.train.step",
     "loss_parallel": "meshplan.runtime.train.step",

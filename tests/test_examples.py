@@ -1,4 +1,4 @@
-"""The examples that train a whole model, as they stand, on two ranks: they learn under any plan."""
+"""The examples that train a whole model, as they stand: they learn under any plan."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 INPUTS = {
+    "train": {"shape": [8, 64], "dtype": "int64"},
     "nanogpt": {"shape": [8, 64], "dtype": "int64"},
     "vit": {"shape": [8, 1, 16, 16], "dtype": "float32"},
     "hf_finetune": {"shape": [8, 24], "dtype": "int64"},
@@ -24,8 +25,12 @@ PLANS = {
     "full_shard": {"strategy": "full_shard"},
     "tp": {"mesh": {"tp": 2}, "tp_plan": "auto"},
     "pp": {"mesh": {"pp": 2}, "pipeline": {"schedule": "1F1B", "microbatches": 2}},
+    "hybrid": {"strategy": "hybrid_shard", "mesh": [2, 2]},
+    "fsdp_tp": {"mesh": {"dp_shard": 2, "tp": 2}, "tp_plan": "auto"},
 }
-WORDS = {"nanogpt": ["out"], "vit": [], "hf_finetune": ["out"]}
+ON_FOUR = ("hybrid", "fsdp_tp")
+"""The plans of four ranks; the others are of two."""
+WORDS = {"train": ["out"], "nanogpt": ["out"], "vit": [], "hf_finetune": ["out"]}
 """The words after the plan, which are folders."""
 
 
@@ -45,7 +50,9 @@ def run(pool, tmp_path):
         content = {"version": 1, "input": INPUTS[example], **PLANS[plan]}
         (tmp_path / "plan.yaml").write_text(yaml.safe_dump(content))
         files = [str(tmp_path / each) for each in ("plan.yaml", *words)]
-        text = pool(2).run(printed, str(ROOT / f"examples/{example}.py"), files)[0]
+        text = pool(4 if plan in ON_FOUR else 2).run(
+            printed, str(ROOT / f"examples/{example}.py"), files
+        )[0]
         return [float(each) for each in re.findall(r" loss (\d\.\d+)", text)], text
 
     return run

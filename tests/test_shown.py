@@ -85,6 +85,7 @@ NOT_OURS = {
     "EMA": "an object with a context manager",
     "is_main": "a bool",
     "main_first": "a context manager",
+    "rank_logger": "a logging.Logger",
     "seed_everything": "None",
     "chunked_loss": "a context manager",
     "loss_parallel": "a context manager",

@@ -40,6 +40,10 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace", metavar="S", type=int, help="seconds to save after SIGTERM (default 60)"
     )
+    parser.add_argument(
+        "--fast-dev-run", metavar="N", type=int,
+        help="try the script on N batches; states and records go into a folder that is removed",
+    )  # fmt: skip
     parser.add_argument("--local", action="store_true", help="start all nodes on this machine")
     parser.add_argument("--slurm", metavar="FILE", help="write a script for sbatch, start nothing")
     parser.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
@@ -59,6 +63,7 @@ def _launch(args: argparse.Namespace) -> int:
         own_address,
         serves_unasked,
     )
+    from meshplan.launch.environment import FAST_DEV_RUN
     from meshplan.launch.local import free_port, run_launchers
     from meshplan.spec.reader import load_spec
 
@@ -97,6 +102,8 @@ def _launch(args: argparse.Namespace) -> int:
             answer(args, f"wrote {args.slurm}; next: sbatch {args.slurm}")
         return YES
     environment = job.environment(args.environment, nodes if args.local else 1)
+    if args.fast_dev_run is not None:
+        environment[FAST_DEV_RUN] = str(args.fast_dev_run)
     if args.dry_run:
         added = {k: v for k, v in environment.items() if args.environment.get(k) != v}
         if args.json:
@@ -125,11 +132,16 @@ def _check_flags(args: argparse.Namespace) -> None:
             ("--node-rank", args.node_rank, 0),
             ("--max-restarts", args.max_restarts, 0),
             ("--grace", args.grace, 1),
+            ("--fast-dev-run", args.fast_dev_run, 1),
         )
         if value is not None and value < least
     ]
     if args.local and args.slurm:
         problems.append(Problem("--local and --slurm exclude each other", Origin("--slurm")))
+    if args.slurm and args.fast_dev_run is not None:
+        what = "a script for sbatch stands for more jobs than the one that is to be short"
+        fix = f"set MESHPLAN_FAST_DEV_RUN={args.fast_dev_run} where you call sbatch"
+        problems.append(Problem(what, Origin("--fast-dev-run"), fix))
     if args.local and args.node_rank is not None:
         what = "--local starts every node, and --node-rank names one"
         problems.append(Problem(what, Origin("--node-rank"), "leave one of them out"))

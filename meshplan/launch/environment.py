@@ -79,6 +79,8 @@ _NODE_LISTS: Final = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELI
 _RANK_FILE: Final = "LSB_DJOB_RANKFILE"
 _MOST_BYTES: Final = 2**24
 _LOCALHOST: Final = "127.0.0.1"
+FAST_DEV_RUN: Final = "MESHPLAN_FAST_DEV_RUN"
+"""Variable of a fast development run: the number of batches after which a loop ends."""
 _TORCH_PORT: Final = 29500
 """The default of torchrun's MASTER_PORT."""
 _FIRST_PORT, _NUM_PORTS = 15000, 10000
@@ -127,6 +129,21 @@ class LaunchedRank:
             "MASTER_PORT": self.port if self.host else None,
         }
         return {name: str(fact) for name, fact in facts.items() if fact not in (None, "")}
+
+
+def read_fast_dev_run(environ: Mapping[str, str]) -> int | None:
+    """Return the number of batches of a fast development run; None for a run in earnest.
+
+    Raises:
+        ApplyError: The variable is no number of at least 1.
+    """
+    text = environ.get(FAST_DEV_RUN, "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) >= 1):
+        what = f"{FAST_DEV_RUN} is {text!r}, which is no number of batches"
+        raise ApplyError(Problem(what, fix="set it to 1 or more, or unset it"))
+    return int(text)
 
 
 def read_rank(environ: Mapping[str, str]) -> LaunchedRank | None:

@@ -184,8 +184,17 @@ def _shapes(
 ) -> tuple[Sequence[tuple[str, ...]], Mapping[str, tuple[str, ...]]]:
     """Return (the parts of each name, one name for each pattern with `*` for numbers)."""
     rows = tuple(dict.fromkeys(tuple(name.split(".")) for name in names if name))
-    general = {".".join("*" if _is_number(part) else part for part in row): row for row in rows}
+    general = {any_number(".".join(row)): row for row in rows}
     return rows, MappingProxyType(general)
+
+
+def any_number(name: str) -> str:
+    """Return the pattern of the names that differ from this one in numbers only.
+
+    >>> any_number("layers.11.mlp")
+    'layers.*.mlp'
+    """
+    return ".".join("*" if _is_number(part) else part for part in name.split("."))
 
 
 def near(word: str, words: Iterable[str]) -> str | None:

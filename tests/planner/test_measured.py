@@ -32,6 +32,12 @@ def costed(path):
     return Costed(plan, cluster_of(plan.spec, device))
 
 
+def blocks_s(costs):
+    """The forwards of all blocks, which are all of a step's but those of embedding and head."""
+    names = [f"model.layers.{number}" for number in range(LLAMA["num_hidden_layers"])]
+    return costs.plan.accumulate * sum(costs.block(name).forward_s for name in names)
+
+
 def as_predicted(path):
     """The content of a run.json that took what is predicted."""
     costs, memory = costed(path), checking.estimate_memory(path, fixes=False)
@@ -42,6 +48,10 @@ def as_predicted(path):
         "step_s": costs.seconds + 0.5, "phases_s": {"data": 0.5, **costs.phases},
         "peak_bytes": [by_rank[rank].allocated_bytes for rank in range(ranks)],
         "reserved_bytes": [by_rank[rank].reserved_bytes for rank in range(ranks)],
+        "flops": 0.4 * costs.profile.peak_flops * (costs.seconds + 0.5),
+        "modules": [
+            {"name": "model.layers.*", "modules": 6, "calls": 12, "forward_s": blocks_s(costs)},
+        ],
         "collectives": [
             {"kind": each.route.kind, "axes": list(each.route.axes), "count": each.count,
              "bytes": each.count * each.route.num_bytes}
@@ -79,9 +89,22 @@ def test_a_run_as_predicted_agrees(compare):
     assert found["constants"] == []
     known = {each["what"]: each["error"] for each in found["figures"]}
     assert known.pop("data") is None  # No plan predicts a loader.
-    assert {"a step, without its data", "forward", "backward", "optimizer", "peak allocated",
-            "peak reserved", "all_gather over dp_shard"} <= known.keys()  # fmt: skip
+    assert {"a step, without its data", "forward", "backward", "communication", "optimizer",
+            "peak allocated", "peak reserved",
+            "all_gather over dp_shard"} <= known.keys()  # fmt: skip
     assert all(error == pytest.approx(0, abs=1e-9) for error in known.values())
+    assert "forward of model.layers.*" in known
+    assert found["mfu"] == pytest.approx(0.4)
+
+
+def test_a_slower_link_costs_communication_alone(job):
+    costs = costed(job(LLAMA, **WHOLE))
+    slow = costs.with_profile(
+        replace(costs.profile, intra_bytes_per_s=costs.profile.intra_bytes_per_s / 50)
+    )
+    before, after = dict(costs.phases), dict(slow.phases)
+    assert after.pop("communication") > 2 * before.pop("communication")
+    assert after == pytest.approx(before)
 
 
 @pytest.mark.parametrize("name", ["efficiency", "intra_bytes_per_s", "memory_bytes_per_s"])

@@ -21,6 +21,7 @@ from meshplan.planner.answers.difference import Figure, bytes_by_route
 from meshplan.planner.problem.request import cluster_of
 from meshplan.planner.tables.whole_plan import Costed
 from meshplan.shown import shown
+from meshplan.spec.match import any_number
 from meshplan.textbook.inputs import read_limit
 from meshplan.traffic import forecast
 
@@ -50,10 +51,15 @@ class MeasuredRun:
         ranks: Number of ranks.
         device: Name of rank 0's device.
         step_s: Median seconds of a step on rank 0; None if no step was taken.
-        phases_s: Median seconds of "data", "forward", "backward" and "optimizer".
+        phases_s: Median seconds of "data", "forward", "backward", "communication" (what of the
+            other phases waited for collectives, which is not in them) and "optimizer".
         peak_bytes: Most bytes that the allocator gave out, by rank; () where it was not measured.
         reserved_bytes: Most bytes that the allocator held, by rank; () where it was not measured.
         routes: {(kind of collective, axes): bytes of the whole tensors in one step of rank 0}.
+        flops: FLOPs of matrix products and attention in one step of rank 0, without recomputation;
+            None where they were not counted.
+        modules: {modules of rank 0 whose fqns differ in numbers only, with * for the numbers:
+            seconds of their forwards in one step}, the slowest first.
     """
 
     file: str
@@ -65,6 +71,8 @@ class MeasuredRun:
     peak_bytes: tuple[int, ...]
     reserved_bytes: tuple[int, ...]
     routes: Mapping[tuple[str, tuple[str, ...]], int]
+    flops: float | None
+    modules: Mapping[str, float]
 
 
 @shown
@@ -116,6 +124,7 @@ class RunComparison:
     Args:
         run: The run.
         figures: Seconds, memory and collectives, predicted and measured.
+        peak_flops: FLOP/s of the device at most, in the precision of the plan; None if not known.
         constants: Constants that would close the difference of the step's seconds, the smallest
             change first; () if it is within the tolerance, or unknown.
         tolerance: Relative error up to which a prediction holds.
@@ -125,6 +134,19 @@ class RunComparison:
     figures: tuple[ComparedFigure, ...]
     constants: tuple[ClosingConstant, ...]
     tolerance: float
+    peak_flops: float | None = None
+
+    @property
+    def flops_per_s(self) -> float | None:
+        """FLOP/s of rank 0 over a whole step, its data and communication included."""
+        run = self.run
+        return run.flops / run.step_s if run.flops is not None and run.step_s else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization: `flops_per_s` as a share of what the device does at most."""
+        both = self.flops_per_s, self.peak_flops
+        return both[0] / both[1] if both[0] is not None and both[1] else None
 
     @property
     def apart(self) -> tuple[ComparedFigure, ...]:
@@ -155,11 +177,13 @@ def read_run(path: str | os.PathLike[str]) -> MeasuredRun:
             plan=str(content["plan"]),
             ranks=int(content["ranks"]),
             device=str(content["device"]),
-            step_s=_seconds(content["step_s"]),
+            step_s=_number(content["step_s"]),
             phases_s={str(k): float(v) for k, v in content["phases_s"].items()},
             peak_bytes=_bytes_by_rank(content["peak_bytes"]),
             reserved_bytes=_bytes_by_rank(content["reserved_bytes"]),
             routes=_routes(content["collectives"]),
+            flops=_number(content.get("flops")),
+            modules={str(m["name"]): float(m["forward_s"]) for m in content.get("modules") or ()},
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"this is no run.json of {FORMAT}: {type(error).__name__}: {error}"
@@ -167,7 +191,7 @@ def read_run(path: str | os.PathLike[str]) -> MeasuredRun:
         raise SpecError(Problem(what, origin, fix)) from None
 
 
-def _seconds(value: Any) -> float | None:
+def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
@@ -223,12 +247,16 @@ def comparison_of(
     taken = sum(s for name, s in run.phases_s.items() if name != "data") or None
     measured = _measured(taken, "no step was taken")
     step = ComparedFigure("a step, without its data", "s", seconds, measured)
-    figures = (step, *_phases(run, costed), *_memory(run, memory), *_traffic(run, plan))
+    figures = (step, *_phases(run, costed), *_modules(run, costed), *_memory(run, memory),
+               *_traffic(run, plan))  # fmt: skip
     closing: tuple[ClosingConstant, ...] = ()
     if costed is not None and step.error is not None and abs(step.error) > tolerance:
         assert taken is not None
         closing = tuple(_closing(costed, taken))
-    return RunComparison(run=run, figures=figures, constants=closing, tolerance=tolerance)
+    return RunComparison(
+        run=run, figures=figures, constants=closing, tolerance=tolerance,
+        peak_flops=costed.profile.peak_flops if costed is not None else None,
+    )  # fmt: skip
 
 
 def _measured(value: float | None, why: str) -> Figure:
@@ -244,6 +272,21 @@ def _phases(run: MeasuredRun, costed: Costed | None) -> Iterator[ComparedFigure]
             why = "no plan says how long a loader takes"
         value = predicted.get(name) if predicted is not None else None
         yield ComparedFigure(name, "s", _measured(value, why), Figure(seconds))
+
+
+def _modules(run: MeasuredRun, costed: Costed | None) -> Iterator[ComparedFigure]:
+    """Yield the forwards of the slowest modules. Predicted are those of blocks."""
+    blocks: dict[str, float] = {}
+    if costed is not None and run.modules:
+        count = int(costed.row["microbatches"][0])
+        for name in filter(None, dict.fromkeys(costed.chain.names)):
+            if costed.row["pp"][0] == 1:
+                key = any_number(name)
+                blocks[key] = blocks.get(key, 0.0) + count * costed.block(name).forward_s
+    why = "predicted of whole blocks from a config only, without pp"
+    for name, seconds in run.modules.items():
+        predicted = _measured(blocks.get(name), why)
+        yield ComparedFigure(f"forward of {name}", "s", predicted, Figure(seconds))
 
 
 def _memory(run: MeasuredRun, memory: MemoryEstimate | MeshplanError) -> Iterator[ComparedFigure]:

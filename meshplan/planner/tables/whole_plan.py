@@ -20,7 +20,7 @@ from meshplan.cost.grid import (
     SCHEDULE_WORDS,
 )
 from meshplan.cost.profile import Profile, measured_for, profile_of, without
-from meshplan.cost.step import Terms, terms
+from meshplan.cost.step import Array, Terms, terms
 from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.hardware import Cluster
@@ -129,20 +129,33 @@ class Costed:
 
     @cached_property
     def phases(self) -> Mapping[str, float] | None:
-        """Seconds of "forward", "backward" and "optimizer" of a step, which add up to `seconds`.
+        """Seconds of the phases of a step, as `meshplan.Run` measures them; they sum to `seconds`.
 
-        None with a pipeline, in which forwards and backwards take turns.
+        "communication" is what would disappear from the others if it took no time. None with a
+        pipeline, in which forwards and backwards take turns.
         """
         if self.row["pp"][0] > 1:
             return None
+        whole = self._phase_seconds(self.profile)
+        alone = self._phase_seconds(without(self.profile, network=True))
+        forward, backward, optimizer = alone.tolist()
+        return {
+            "forward": forward,
+            "backward": backward,
+            "communication": float(whole.sum() - alone.sum()),
+            "optimizer": optimizer,
+        }
+
+    def _phase_seconds(self, profile: Profile) -> Array:
+        """Return the seconds of forward, backward and the optimizer, with communication."""
         count, chain = int(self.row["microbatches"][0]), self.chain
         sums = np.zeros(3)
         for kind, name in zip(chain.order, chain.names, strict=True):
-            found, option = self._terms(kind, self.profile), self.option(name)
+            found, option = self._terms(kind, profile), self.option(name)
             forward, backward = found.forward_s[0, option], found.backward_s[0, option]
             last = count * backward + found.ends_s[0, option]
             sums += (count * forward, last, found.update_s[0])
-        return dict(zip(("forward", "backward", "optimizer"), sums.tolist(), strict=True))
+        return sums
 
     @property
     def tokens(self) -> int:

@@ -12,7 +12,7 @@ from meshplan.render.base.findings import place_to_json
 from meshplan.render.base.text import columns
 from meshplan.render.layouts.show import shape_to_text, states_to_json, why_to_text
 from meshplan.render.memory.memory import explained_to_text, memory_to_json
-from meshplan.spec.match import fold
+from meshplan.spec.match import any_number, fold
 from meshplan.units import format_bytes, format_seconds
 
 
@@ -84,8 +84,7 @@ def _tensors(answer: ModuleAnswer) -> list[str]:
             "; ".join(why_to_text(reason, plan) for reason in each.decided_by),
         )
         # Tensors that differ only in the numbers of their names share a row.
-        kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        alike.setdefault((kind, *cells), []).append(name)
+        alike.setdefault((any_number(name), *cells), []).append(name)
     rows = [(name, *cells) for (_, *cells), names in alike.items() for name in fold(names)]
     return columns([header, *rows], "<<<<<<<")
 

@@ -18,6 +18,9 @@ def comparison_to_json(found: RunComparison) -> dict[str, Any]:
         "ranks": found.run.ranks,
         "tolerance": found.tolerance,
         "agrees": not found.apart,
+        "flops": found.run.flops,
+        "flops_per_s": found.flops_per_s,
+        "mfu": found.mfu,
         "figures": [
             {
                 "what": each.what,
@@ -56,6 +59,9 @@ def comparison_to_text(found: RunComparison) -> list[str]:
         by_reason.setdefault(why, []).append(what)
     for why, names in by_reason.items():
         lines += wrapped(f"  unknown: {'; '.join(names)}: {why}", indent=4)
+    if found.flops_per_s is not None:
+        share = "" if found.mfu is None else f", {found.mfu:.1%} of the device's peak (MFU)"
+        lines.append(f"  rank 0 computed {found.flops_per_s / 1e12:.4g} TFLOP/s{share}")
     if found.constants:
         lines += ["", "One of these constants of the profile alone would close the difference:"]
         lines += columns(

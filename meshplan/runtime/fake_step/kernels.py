@@ -9,31 +9,22 @@ separately.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import flop_registry
 
-from meshplan.kernels import ATTENTION_BACKWARD, attention_flops
 from meshplan.layout.mesh import Mesh
 from meshplan.runtime.base.pytree import given_to
 from meshplan.runtime.fake_step.cuda_mode import Behaviour
 from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
 from meshplan.runtime.torch_private.modes import answer_device
 from meshplan.runtime.trace.collectives import sent_by
+from meshplan.runtime.trace.flops import ATTENTION, arguments_by_name, flops_of
 
 _ops: Final[Any] = torch.ops.aten
-_ATTENTION: Final = frozenset(
-    name + end
-    for name in (
-        f"aten::_scaled_dot_product_{kernel}_attention"
-        for kernel in ("flash", "efficient", "cudnn")
-    )
-    for end in ("", "_backward")
-)
 _SENDS_OR_ASKS: Final = ("prim", "c10d", "_c10d_functional", "_dtensor")
 _BETWEEN_ACTIVATIONS: Final = frozenset({_ops.bmm, _ops.baddbmm})
 """Products of two activations, as in attention written in plain PyTorch. They are timed like
@@ -45,9 +36,6 @@ _MAKES_NOTHING: Final = frozenset({_ops.empty, _ops.empty_like, _ops.empty_strid
                                    _ops.new_empty_strided, _ops.detach, _ops.alias,
                                    _ops._unsafe_view, _ops.lift_fresh})  # fmt: skip
 """Operators that start no kernel. `_unsafe_view` is a view that its schema does not declare."""
-
-_FLOPS_CACHE: Final[dict[tuple[Any, ...], float]] = {}
-_MOST: Final = 1 << 14
 
 
 class OperatorWork(NamedTuple):
@@ -236,64 +224,21 @@ def _done(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Operator
         return None
     made_bytes = float(sum(map(_bytes_of, made)))
     given_bytes = float(sum(map(_bytes_of, given)))
-    if func._schema.name in _ATTENTION:
-        named = _named(func, args, kwargs)
-        flops = _attention_flops(func, named)
+    flops = flops_of(func, args, kwargs, out)
+    if flops is not None and func._schema.name in ATTENTION:
+        named = arguments_by_name(func, args, kwargs)
         done = OperatorWork(1, flops, flops, given_bytes + made_bytes)
         if func._schema.name.endswith("_backward"):
             return done
         keys = float(_bytes_of(named["key"]) + _bytes_of(named["value"]))
         others = float(_bytes_of(named["query"]) + _bytes_of(made[0]))
         return done._replace(context_bytes=keys, exchanged_bytes=keys + others)
-    rule: Callable[..., Any] | None = flop_registry.get(packet)
-    if rule is not None:
-        flops = _flops_by_rule(packet, rule, args, kwargs, out)
+    if flops is not None:
         attention = flops if packet in _BETWEEN_ACTIVATIONS else 0.0
         return OperatorWork(_kernels(packet, made), flops, attention, given_bytes + made_bytes)
     if packet in _LOOKS_UP:
         given_bytes = made_bytes + sum(map(_bytes_of, given[1:]))
     return OperatorWork(kernels=1, moved_bytes=given_bytes + made_bytes)
-
-
-def _flops_by_rule(
-    packet: Any, rule: Callable[..., Any], args: Any, kwargs: Any, out: Any
-) -> float:
-    """Return an operator's FLOPs by its rule in torch's `flop_registry`.
-
-    Results are cached by shapes and plain arguments, since rules read nothing else.
-    """
-    key = packet, _form(args), _form(kwargs), _form(out)
-    if key not in _FLOPS_CACHE:
-        if len(_FLOPS_CACHE) >= _MOST:
-            _FLOPS_CACHE.clear()
-        _FLOPS_CACHE[key] = float(rule(*args, **kwargs, out_val=out))
-    return _FLOPS_CACHE[key]
-
-
-def _form(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.shape
-    if isinstance(value, dict):
-        return tuple((name, _form(each)) for name, each in value.items())
-    if isinstance(value, tuple | list):
-        return tuple(map(_form, value))
-    return type(value), value
-
-
-def _named(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of an operator's call, by their names in its schema."""
-    return {
-        argument.name: args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(func._schema.arguments)
-    }
-
-
-def _attention_flops(func: Any, named: Mapping[str, Any]) -> float:
-    """Return the FLOPs of an attention operator: of its two products, forward or backward."""
-    query, key, value = named["query"], named["key"], named["value"]
-    elements = query.shape[:3].numel() * (query.shape[-1] + value.shape[-1])
-    flops = attention_flops(elements, key.shape[2], is_causal=bool(named.get("is_causal")))
-    return flops * (ATTENTION_BACKWARD if func._schema.name.endswith("_backward") else 1.0)
 
 
 def _kernels(packet: Any, made: list[torch.Tensor]) -> float:

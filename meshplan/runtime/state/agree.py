@@ -7,10 +7,13 @@ process group stays usable.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from meshplan.errors import MeshplanError, MissingStateError, Origin, Problem, StateError
+from meshplan.runtime.train.fast_dev_run import note_folder, num_dev_batches, own_folder
 from meshplan.runtime.watch.board import Board
 
 
@@ -46,6 +49,18 @@ def agree(
             for what, place, fix in outcome["problems"]
         )
     return outcome["result"]
+
+
+def agree_on_folder(board: Board, path: str | os.PathLike[str]) -> Path:
+    """Return where all ranks write what the script wants at `path`.
+
+    Raises:
+        StateError: On every rank, if a fast development run cannot have a folder there.
+    """
+    if num_dev_batches() is None:
+        return Path(path)
+    made = agree(board, "folder", lambda: None, lambda parts: str(own_folder(path)))
+    return note_folder(path, made)
 
 
 def _taken(board: Board, topic: str) -> list[Any]:

@@ -24,6 +24,7 @@ from meshplan.runtime.state.generators import restore_states, states_for
 from meshplan.runtime.state.live import DTYPES, LiveState, LiveTensor
 from meshplan.runtime.state.save import Stateful
 from meshplan.runtime.train.dataloader import StatefulLoader
+from meshplan.runtime.train.fast_dev_run import folder_to_read
 from meshplan.runtime.watch.guard import come_together, guarded
 from meshplan.shown import shown
 from meshplan.state.folder import find_state
@@ -98,7 +99,7 @@ def load(
     def read() -> Any:
         if wanted is not None and (type(wanted) is not int or wanted < 0):
             raise StateError(Problem(f"step must be a whole number or 'latest', not {step!r}"))
-        found["folder"], found["manifest"] = find_state(Path(os.fspath(path)), wanted)
+        found["folder"], found["manifest"] = find_state(folder_to_read(path), wanted)
         return [found["manifest"].step, found["manifest"].digest]
 
     def compare(parts: list[Any]) -> None:

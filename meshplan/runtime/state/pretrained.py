@@ -15,7 +15,7 @@ from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import own_module
 from meshplan.runtime.base.mesh import full
 from meshplan.runtime.comparisons.drift import check_drift
-from meshplan.runtime.state.agree import agree
+from meshplan.runtime.state.agree import agree, agree_on_folder
 from meshplan.runtime.state.background import finish_background, next_board
 from meshplan.runtime.state.live import WORDS, LiveState, bytes_of
 from meshplan.runtime.state.load import Loading
@@ -49,7 +49,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     finish_background()
     live = LiveState(model)
     check_drift(model, live.plan, live.applied.mesh)
-    board, target = next_board(), Path(os.fspath(folder))
+    board = next_board()
+    target = agree_on_folder(board, folder)
 
     def begin(parts: list[Any]) -> None:
         check_empty(target)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from meshplan.errors import Origin, Problem, StateError
 from meshplan.runtime.comparisons.drift import check_drift
-from meshplan.runtime.state.agree import agree
+from meshplan.runtime.state.agree import agree, agree_on_folder
 from meshplan.runtime.state.background import finish_background, in_background, next_board
 from meshplan.runtime.state.generators import merge_states, take_states
 from meshplan.runtime.state.live import (
@@ -105,7 +105,8 @@ def save(
         fix = "end the block `with ema.averaged()`, or write them with meshplan.save_pretrained"
         raise StateError(Problem(what, fix=fix))
     check_drift(model, state.plan, state.applied.mesh)
-    task = _Save(Path(os.fspath(path)), step, keep, state, next_board())
+    board = next_board()
+    task = _Save(agree_on_folder(board, path), step, keep, state, board)
     objects = {"scheduler": scheduler, "data": data, "extra": extra}
 
     def prepare() -> Any:

@@ -26,8 +26,10 @@ class StepRecord:
         loss: What `train_step` returned: the loss over the global batch.
         seconds: From the end of the step before to the end of this one.
         phases: Seconds of "data" (all before the forward: the loader, and what the loop does
-            between steps), "forward" with the loss, "backward", and "optimizer". Communication is
-            in the phase that waits for it.
+            between steps), "forward" with the loss, "backward", "optimizer", and "communication":
+            the time in which the computation of the other phases waits for collectives, or for a
+            pipeline's sends and receives. A collective that runs meanwhile is not in it; a slower
+            rank, for which this one waits, is.
         values: What `Run.log` was given after this step.
     """
 
@@ -164,6 +166,11 @@ WRITERS: Final[Mapping[str, type[Callback]]] = {
     "csv": CSVWriter, "tensorboard": TensorBoardWriter, "wandb": WandbWriter,
 }  # fmt: skip
 """The callbacks that `Run` knows by name."""
+
+
+def is_service(callback: Callback) -> bool:
+    """Return True for a writer that shows its numbers elsewhere, beside those of real runs."""
+    return isinstance(callback, TensorBoardWriter | WandbWriter)
 
 
 def _imported(module: str, package: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from dataclasses import replace
@@ -22,6 +23,7 @@ from meshplan.runtime.base.batch import mapped
 from meshplan.runtime.base.digest import mark
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.train.epoch_reader import EpochReader, randomness_kept
+from meshplan.runtime.train.fast_dev_run import DevBatches, num_dev_batches
 from meshplan.runtime.train.sample_order import Share
 from meshplan.runtime.watch.guard import guarded
 
@@ -104,15 +106,34 @@ class StatefulLoader:
         self.samples = 0
         self._read, self._plan, self._model = read, applied(model).given, weakref.ref(model)
         self._loops = 0
+        self._dev = DevBatches()
 
     def __len__(self) -> int:
         """Return the number of batches of the whole epoch in which the loader stands."""
         length = self._read.length
         if length is None:
             raise TypeError("the number of batches of an iterable dataset is not known")
-        return self._read.share_of(self.epoch).num_steps(length)
+        num_batches = self._read.share_of(self.epoch).num_steps(length)
+        return min(num_batches, num_dev_batches() or num_batches)
 
     def __iter__(self) -> Iterator[Any]:
+        most = self._dev.begin()
+        if most is None:
+            yield from self._whole_loop()
+            return
+        before, epoch = self._num_steps(), self.epoch
+        try:
+            yield from itertools.islice(self._whole_loop(), most)
+            self.epoch, self.samples = epoch + 1, 0
+        finally:
+            self._dev.end(has_trained=self._num_steps() != before)
+
+    def _num_steps(self) -> int:
+        """Return the number of steps of `train_step` that the model has taken."""
+        model = self._model()
+        return 0 if model is None else applied(model).history.steps
+
+    def _whole_loop(self) -> Iterator[Any]:
         self._loops += 1
         loop, begun_at = self._loops, self.samples
         is_empty = yield from self._rest_of_epoch(loop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -30,6 +31,44 @@ def is_main() -> bool:
         return dist.get_rank() == 0
     launched = read_rank(os.environ)
     return launched is None or launched.rank == 0
+
+
+def rank_logger(name: str, *, all_ranks: bool = False) -> logging.Logger:
+    """Return the `logging.Logger` of that name, whose records only the main rank emits.
+
+    It is an ordinary logger: its level, handlers and format are those that the program sets. Calls
+    of the other ranks come to nothing, so that they must have no side effects.
+
+    Args:
+        name: Name of the logger, such as `__name__`.
+        all_ranks: If True, every rank emits its records, with its number in front of the message.
+
+    Example:
+        >>> log = meshplan.rank_logger(__name__)
+        >>> log.info("epoch %d: loss %.3f", epoch, loss)
+    """
+    logger = logging.getLogger(name)
+    for other in [each for each in logger.filters if isinstance(each, _RankFilter)]:
+        logger.removeFilter(other)
+    logger.addFilter(_RankFilter(all_ranks))
+    return logger
+
+
+class _RankFilter:
+    """A filter of a logger: it drops the records of all ranks but one, or numbers them."""
+
+    def __init__(self, all_ranks: bool) -> None:
+        self._all_ranks = all_ranks
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not self._all_ranks:
+            return is_main()
+        launched = None if dist.is_initialized() else read_rank(os.environ)
+        rank = launched.rank if launched is not None else 0
+        rank = dist.get_rank() if dist.is_initialized() else rank
+        # The message may have % signs of its own, and arguments that are put in later.
+        record.msg = f"[rank {rank}] {record.msg}"
+        return True
 
 
 @contextmanager

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import platform
-import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -29,10 +29,12 @@ from meshplan.planner.answers.measured import FORMAT
 from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.optimizer_steps import is_due
-from meshplan.runtime.base.phases import heard_by
 from meshplan.runtime.trace.collectives import counting
-from meshplan.runtime.train.callbacks import Callback, StepRecord, callbacks_of
+from meshplan.runtime.train.callbacks import Callback, StepRecord, callbacks_of, is_service
+from meshplan.runtime.train.clock import COMMUNICATION, NAMES, StepClock
+from meshplan.runtime.train.fast_dev_run import num_dev_batches, own_folder
 from meshplan.runtime.train.process import is_main
+from meshplan.runtime.train.profiler import ModuleTimes, StepFlops, counting_flops
 from meshplan.runtime.watch.guard import guarded
 from meshplan.traffic import Route, forecast
 from meshplan.version import __version__
@@ -42,13 +44,6 @@ _Step = TypeVar("_Step", bound=Callable[..., float])
 RUN_FILE: Final = "run.json"
 WARM_UP: Final = 10
 """First steps that the medians leave out: torch makes its buffers and meshplan compares more."""
-
-_PHASES: Final = {
-    "forward": "forward", "loss": "forward", "backward": "backward", "step": "optimizer",
-}  # fmt: skip
-"""Name of a phase in a record, by the name with which `train_step` announces it."""
-NAMES: Final = ("data", "forward", "backward", "optimizer")
-"""The phases of a record."""
 
 _runs: WeakKeyDictionary[nn.Module, Run] = WeakKeyDictionary()
 """The open run of a model."""
@@ -66,9 +61,12 @@ class Run:
         model: The module that `parallelize` returned.
         callbacks: Names of writers ("csv", "tensorboard", "wandb") and `Callback` objects.
         step: Steps that were taken before, as `meshplan.load` returns them in `.step`.
+        profile_step: In which step of this run, from 1, the forward of each module is timed; None
+            for no step. In a step that `train_step` makes checks in, it waits for the next one.
 
     Raises:
-        ApplyError: The model has an open run, there is no such writer, or its package is missing.
+        ApplyError: The model has an open run, there is no such writer, its package is missing, or
+            `profile_step` is less than 1.
 
     Example:
         >>> with meshplan.Run("runs/first", model) as run:
@@ -84,22 +82,32 @@ class Run:
         *,
         callbacks: Sequence[str | Callback] = ("csv",),
         step: int = 0,
+        profile_step: int | None = WARM_UP + 1,
     ) -> None:
         state = applied(model)
+        if profile_step is not None and profile_step < 1:
+            what = f"profile_step is {profile_step}, but the first step of a run is 1"
+            raise ApplyError(Problem(what, fix="use 1 or more, or None to time no modules"))
         if model in _runs:
             what = f"the model is recorded in {_runs[model].folder} already"
             raise ApplyError(Problem(what, fix="close that run first"))
-        self.folder: Path = Path(folder)
+        self.folder: Path = own_folder(folder) if is_main() else Path(folder)
         self.step = step
         self._model, self._plan = model, state.given
         self._callbacks = callbacks_of(callbacks)
+        if num_dev_batches() is not None:
+            self._callbacks = [each for each in self._callbacks if not is_service(each)]
         self._first = step + 1
-        self._clock = _Clock()
         self._last: StepRecord | None = None
         self._loss: float | None = None
         self._timings = array("d")
         """Seconds of each step, and of its phases by `NAMES`."""
+        self._profile_step = profile_step
         self._routes: Mapping[Route, int] | None = None
+        self._flops: StepFlops | None = None
+        self._modules: list[dict[str, Any]] | None = None
+        self._watched: set[int] = set()
+        """Steps that took longer because something was counted or timed in them."""
         with guarded("Run"):
             if is_main():
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -108,6 +116,7 @@ class Run:
         if device().type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # Peaks of an earlier run are not of this one.
         _runs[model] = self
+        self._clock = StepClock(model)
         self._clock.restart()
 
     def log(self, **values: float) -> None:
@@ -132,7 +141,7 @@ class Run:
     def _record(self, take_step: Callable[[], float]) -> float:
         """Take a training step, and keep its record until the next one."""
         self._emit()  # Before the step, so that what writers take counts as "data".
-        with self._clock.taking_step(), self._counting():
+        with self._clock.taking_step(), self._watching():
             loss = take_step()
         self.step += 1
         seconds, phases = self._clock.read()
@@ -140,20 +149,34 @@ class Run:
         return loss
 
     @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Count the collectives of one step, in which `train_step` compares no ranks.
+    def _watching(self) -> Iterator[None]:
+        """Count collectives and FLOPs of one step, and time the modules of another one.
 
-        It is the third step at the earliest, when FSDP2 has seen the order of its units.
+        Both are steps in which `train_step` compares no ranks. The first is the third step at the
+        earliest, when FSDP2 has seen the order of its units. What is compiled shows neither.
         """
-        number = applied(self._model).history.steps + 1
-        is_early = self.step < self._first + 1 or is_due(number)
-        if self._routes is not None or is_early or self._plan.assignment.compiled:
+        number = self.step + 2 - self._first
+        is_checked = is_due(applied(self._model).history.steps + 1)
+        if is_checked or self._plan.assignment.compiled:
             yield
-            return
-        # Modes are active in one thread only, and backward has its own on an accelerator.
-        with torch.autograd.set_multithreading_enabled(False), counting(self._plan.mesh) as found:
+        elif self._routes is None and number >= 2:
+            self._watched.add(self.step + 1)
+            # Modes are active in one thread only, and backward has its own on an accelerator.
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                counting(self._plan.mesh) as found,
+                counting_flops() as flops,
+            ):
+                yield
+            self._routes, self._flops = found, flops
+        elif self._modules is None and number >= (self._profile_step or math.inf):
+            self._watched.add(self.step + 1)
+            times = ModuleTimes(self._clock.now, self._clock.seconds)
+            with times.timing(self._model):
+                yield
+            self._modules = times.slowest()
+        else:
             yield
-        self._routes = found
 
     def _emit(self, failure: str = "") -> None:
         if self._last is not None:
@@ -174,6 +197,7 @@ class Run:
         if _runs.get(self._model) is not self:
             raise ApplyError(Problem(f"the run in {self.folder} was closed already"))
         del _runs[self._model]
+        self._clock.close()
         self._emit(failure)
         summary = self._summary(failure)
         if is_main():
@@ -185,9 +209,13 @@ class Run:
     def _summary(self, failure: str) -> dict[str, Any]:
         every_step = np.frombuffer(self._timings).reshape(-1, 1 + len(NAMES))
         num = len(every_step)
-        timed = every_step[WARM_UP if num > WARM_UP else min(1, max(0, num - 1)) :]
+        first = WARM_UP if num > WARM_UP else min(1, max(0, num - 1))
+        plain = [i for i in range(first, num) if self._first + i not in self._watched]
+        timed = every_step[plain] if plain else every_step[first:]
         medians = np.median(timed, axis=0).tolist() if num else []
-        own = _peaks()
+        flops = self._flops
+        phases = dict(zip(NAMES, medians[1:], strict=False))
+        own = *_peaks(), phases.get(COMMUNICATION)
         every: list[Any] = [own] * dist.get_world_size()
         if not failure:  # After a failure, other ranks may be gone.
             with guarded("Run.close"):
@@ -204,11 +232,15 @@ class Run:
             "steps": {"first": self._first, "last": self.step, "timed": len(timed)},
             "loss": self._loss,
             "step_s": medians[0] if medians else None,
-            "phases_s": dict(zip(NAMES, medians[1:], strict=False)),
+            "phases_s": phases,
+            "communication_s": [waited for *_, waited in every] if not failure else [],
             "collectives": _listed((self._routes or {}).items()),
+            "flops": flops.model_flops if flops is not None else None,
+            "recomputed_flops": flops.recomputed_flops if flops is not None else None,
+            "modules": self._modules,
             "predicted": _predicted(self._plan) if is_main() else {},
-            "peak_bytes": [peak for peak, _ in every] if not failure else [],
-            "reserved_bytes": [reserved for _, reserved in every] if not failure else [],
+            "peak_bytes": [peak for peak, *_ in every] if not failure else [],
+            "reserved_bytes": [reserved for _, reserved, _ in every] if not failure else [],
         }
 
     def __enter__(self) -> Run:
@@ -268,47 +300,6 @@ def recorded(train_step: _Step) -> _Step:
         return run._record(lambda: train_step(model, *args, **kwargs))
 
     return cast(_Step, taken)
-
-
-class _Clock:
-    """Times the phases of steps: on an accelerator with events, on the CPU with its clock."""
-
-    def __init__(self) -> None:
-        self._where = device()
-        self._marks: list[tuple[str, Any]] = []
-
-    def restart(self) -> None:
-        """Begin the first step's "data"."""
-        self._marks = [("data", self._now())]
-
-    def taking_step(self) -> Any:
-        """Return a context in which the phases of a step are heard."""
-        return heard_by(self._hear)
-
-    def _hear(self, phase: str) -> None:
-        self._marks.append((_PHASES[phase], self._now()))
-
-    def read(self) -> tuple[float, dict[str, float]]:
-        """End a step; return its seconds, and those of each phase."""
-        end = self._now()
-        marks, self._marks = self._marks, [("data", end)]
-        phases = dict.fromkeys(NAMES, 0.0)
-        for (name, begun), (_, ended) in zip(marks, [*marks[1:], ("", end)], strict=True):
-            phases[name] += self._between(begun, ended)
-        return sum(phases.values()), phases
-
-    def _now(self) -> Any:
-        if self._where.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self._where, enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, begun: Any, ended: Any) -> float:
-        if self._where.type == "cpu":
-            return float(ended - begun)
-        ended.synchronize()
-        return float(begun.elapsed_time(ended)) / 1e3
 
 
 def _peaks() -> tuple[int | None, int | None]:

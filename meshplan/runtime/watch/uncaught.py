@@ -27,14 +27,19 @@ def show_uncaught(error: BaseException, hook: Hook) -> None:
     """Print an exception that ends this rank.
 
     Under torchrun a problem of a plan or a model is printed without a traceback, by the first rank
-    of each node, and written to the error file that torchrun's summary shows at the end. With
-    MESHPLAN_TRACEBACK=1, without torchrun, and for errors of other kinds, `hook` prints it.
+    of each node, and written to the error file that torchrun's summary shows at the end. Likewise a
+    Ctrl-C is one line. With MESHPLAN_TRACEBACK=1, without torchrun, and for errors of other kinds,
+    `hook` prints it.
 
     Args:
         error: The exception.
         hook: The `sys.excepthook` of before.
     """
     file = os.environ.get(_ERROR_FILE)
+    if file and isinstance(error, KeyboardInterrupt) and not os.environ.get("MESHPLAN_TRACEBACK"):
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # Ctrl-C reaches all ranks at once.
+            print(f"interrupted{_called_at(error)}", file=sys.stderr, flush=True)
+        return
     if not file or not isinstance(error, MeshplanError) or os.environ.get("MESHPLAN_TRACEBACK"):
         hook(type(error), error, error.__traceback__)
         return

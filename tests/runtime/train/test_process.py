@@ -1,11 +1,14 @@
 """`is_main`, `main_first`, `seed_everything`, and clipping by value or with an error.
 
 Which seeded bug would this catch? Ranks that do not wait for the first, or wait for ever if it
-fails; a generator that is not seeded; gradients of which parts are clamped before they are summed.
+fails; a record on every rank, or without its number; a generator that is not seeded; gradients of
+which parts are clamped before they are summed.
 """
 
 from __future__ import annotations
 
+import io
+import logging
 import random
 import time
 
@@ -48,6 +51,37 @@ def test_a_failure_of_the_first_rank_ends_all(pool):
     assert main == "no network"
     assert "rank 0" in other
     assert "no network" in other
+
+
+def logged():
+    """What the loggers of this rank emit, with arguments and percent signs in the messages."""
+    out = io.StringIO()
+    main, every = meshplan.rank_logger("one"), meshplan.rank_logger("all", all_ranks=True)
+    handler = logging.StreamHandler(out)
+    for logger in (main, every):
+        logger.setLevel("INFO")
+        logger.propagate = False
+        logger.handlers = [handler]
+        logger.info("100%% of %d", 3)
+    meshplan.rank_logger("all").info("once")
+    main.debug("below the level")
+    return out.getvalue().splitlines()
+
+
+def test_records_are_emitted_once_or_with_their_rank(pool):
+    main, other = pool(2).run(logged)
+    assert main == ["100% of 3", "[rank 0] 100% of 3", "once"]
+    assert other == ["[rank 1] 100% of 3"]
+
+
+def test_a_logger_knows_its_rank_before_the_group_exists(monkeypatch, caplog):
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+                        "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    meshplan.rank_logger("early").warning("nothing")
+    meshplan.rank_logger("early", all_ranks=True).warning("here")
+    assert caplog.messages == ["[rank 1] here"]
 
 
 def drawn():

@@ -1,6 +1,8 @@
 """`Run`: a record of every step, rows that survive a crash, and a summary of all ranks.
 
-Which seeded bug would this catch? Phases that overlap or miss a part of the step, rows twice after
+Which seeded bug would this catch? Phases that overlap or miss a part of the step, a wait for a
+collective that counts as computation (of DDP's reducer, of FSDP2, of DTensor, of a pipeline), a
+patch of torch that outlives the step, rows twice after
 a load, a summary of rank 0 alone, a callback on every rank, or a run that an error leaves open.
 """
 
@@ -14,10 +16,21 @@ import types
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 import meshplan
 from meshplan.errors import ApplyError
-from tests.helpers.stated import LAYOUTS, Job, plan_of
+from tests.helpers.stated import (
+    BATCH,
+    DIM,
+    LAYOUTS,
+    SEQ_LEN,
+    VOCAB,
+    Job,
+    next_token_loss,
+    plan_of,
+)
 
 
 class Counts(meshplan.Callback):
@@ -80,10 +93,96 @@ def test_every_step_is_recorded_once(pool, tmp_path, layout):
     assert [float(row["loss"]) for row in rows] == losses
     assert [row["accuracy"] for row in rows] == ["", "", "0.5", ""]
     assert json.loads((tmp_path / "run.json").read_text()) == summary
-    assert summary["steps"] == {"first": 1, "last": 4, "timed": 3}
+    assert summary["steps"] == {"first": 1, "last": 4, "timed": 2}  # Not the one that was counted.
     if layout == "full_shard":
         assert by_route(summary["predicted"]["collectives"]) == by_route(summary["collectives"])
     assert summary["ranks"] == len(summary["peak_bytes"]) == world
+
+
+def watched(layout, folder, **fields):
+    """What is counted of a step on this rank, and timed of its modules."""
+    job = Job(plan_of(layout) | fields)
+    with meshplan.Run(folder, job.model, profile_step=3) as run:
+        job.train(6)
+    return run._flops.model_flops, run._flops.recomputed_flops, run._modules
+
+
+TOKENS = BATCH * SEQ_LEN
+TP_PRODUCTS = 2 * TOKENS * DIM * (2 * 4 * DIM + 2 * 24)
+"""FLOPs of a forward in what tp splits: projections of two blocks, and a dense layer."""
+OTHER_PRODUCTS = 2 * TOKENS * DIM * (4 + 2 * 3 * 8 + VOCAB)
+"""Router, two of four experts for each token, and head."""
+SCORES = 2 * 2 * TOKENS * DIM * SEQ_LEN
+"""Both products of causal attention in two blocks, of which a half is masked."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["packed", *(pytest.param(each, marks=pytest.mark.wide) for each in ("pp", "full_shard"))],
+)
+def test_flops_are_those_of_the_shapes(pool, tmp_path, layout):
+    world = LAYOUTS[layout].world
+    ranks = pool(world).run(watched, layout, tmp_path)
+    copies = world if layout == "packed" else 1
+    forward, attention = TP_PRODUCTS + copies * OTHER_PRODUCTS, SCORES
+    # Backward computes two products for each; attention has five in place of two.
+    assert sum(flops for flops, _, _ in ranks) == 3 * forward + 3.5 * attention
+    assert not any(recomputed for _, recomputed, _ in ranks)
+
+
+def test_recomputation_is_counted_apart(pool, tmp_path):
+    recompute = {"activation_checkpointing": "full"}
+    ((flops, recomputed, modules),) = pool(1).run(watched, "one", tmp_path, **recompute)
+    assert flops == 3 * (TP_PRODUCTS + OTHER_PRODUCTS) + 3.5 * SCORES
+    assert 0 < recomputed < flops / 3
+    # Ten of eleven groups, the slowest first; forwards that backward runs again are no calls.
+    seconds = [each["forward_s"] for each in modules]
+    assert seconds == sorted(seconds, reverse=True)
+    assert len(modules) == 10
+    (blocks,) = (each for each in modules if each["name"] == "layers.*")
+    assert (blocks["modules"], blocks["calls"]) == (2, 2)
+    inside = [each for each in modules if each["name"].startswith("layers.*.")]
+    assert blocks["forward_s"] > sum(each["forward_s"] for each in inside)
+
+
+def train_late(layout, folder, pause_s):
+    """Train while the last rank is late: what steps took on rank 0, and the summary."""
+    job, counts = Job(plan_of(layout)), Counts()
+    is_late = dist.get_rank() == dist.get_world_size() - 1
+    pauses = ["loss"] * 3 if "pp" in layout else ["loss", "forward", "forward"]
+
+    def pause(where):
+        if is_late and where == pauses[0]:
+            time.sleep(pause_s)
+
+    def loss_fn(output, targets):
+        pause("loss")  # In a pipeline, the last rank alone calls it.
+        return next_token_loss(output, targets)
+
+    job.model.register_forward_pre_hook(lambda *_: pause("forward"))
+    waits = dist.Work.wait, torch.ops._c10d_functional.wait_tensor._op
+    with meshplan.Run(folder, job.model, callbacks=[counts]):
+        for inputs, targets in job.loader:
+            meshplan.train_step(job.model, job.optimizer, inputs, targets, loss_fn)
+            del pauses[0]
+    assert waits == (dist.Work.wait, torch.ops._c10d_functional.wait_tensor._op)
+    return counts.steps, counts.summary
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["ddp", "pp", *(pytest.param(each, marks=pytest.mark.wide)
+                    for each in ("full_shard", "packed", "cp", "zero1", "hybrid", "pp_fsdp_tp"))],
+)  # fmt: skip
+def test_waiting_for_a_late_rank_is_communication(pool, tmp_path, layout):
+    pause = 0.4
+    steps, summary = pool(LAYOUTS[layout].world).run(train_late, layout, tmp_path, pause)[0]
+    # Each pause is over before rank 0 goes on; it calls each function once a step at least.
+    assert min(record.phases["communication"] for record in steps) > 0.9 * pause
+    waited = summary["communication_s"]
+    assert waited[0] == summary["phases_s"]["communication"]
+    if layout != "pp_fsdp_tp":  # Its ranks of one stage are late for each other.
+        assert min(waited) == waited[-1]
 
 
 def interrupted(job, folder):
