@@ -16,6 +16,7 @@ from meshplan.api.source import Source, SourceArguments
 from meshplan.errors import Problem, SpecError
 from meshplan.render.base.text import envelope, folded, terminal_width, wants_colour
 from meshplan.spec.recipes import plans_in
+from meshplan.spec.spec import PROFILES
 from meshplan.spec.trust import as_code_name
 
 YES, NO, COULD_NOT = 0, 1, 2
@@ -58,7 +59,26 @@ def machine_flags(parser: argparse.ArgumentParser) -> None:
 
 def profile_flag(parser: argparse.ArgumentParser) -> None:
     """Declare `--profile`, for subcommands that estimate step times."""
-    parser.add_argument("--profile", metavar="FILE", help="a profile that calibrate wrote")
+    parser.add_argument(
+        "--profile", metavar="NAME|FILE", action=_TakeProfile,
+        help=f"whose code runs the step ({', '.join(PROFILES)}), or a profile that calibrate wrote",
+    )  # fmt: skip
+
+
+class _TakeProfile(argparse.Action):
+    """Takes the path of a profile; a name becomes the statement `profile: NAME` of the plan."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        if values in PROFILES:
+            namespace.set = [*namespace.set, f"profile={values}"]
+        else:
+            namespace.profile = values
 
 
 def free_flag(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,7 @@ from meshplan.cli.common import (
     noting,
     print_error,
     print_notes,
+    profile_flag,
     source_of,
 )
 from meshplan.errors import Origin, PlanError, Problem, SpecError
@@ -58,9 +59,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="the picture: .png, .svg or .html")
     model_flags(parser)
     machine_flags(parser)
-    parser.add_argument(
-        "--profile", metavar="FILE", help="pareto, ladder: a profile that calibrate wrote"
-    )
+    profile_flag(parser)
     free_flag(parser)
     parser.add_argument("--theme", metavar="NAME", default="light", help="light or dark")
     parser.add_argument(

@@ -21,6 +21,7 @@ from meshplan.cost.profile import GENERIC, Profile
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.files import read_bytes, write_bytes
 from meshplan.layout.hardware import Device
+from meshplan.spec.spec import PROFILES
 
 Array = NDArray[Any]
 
@@ -196,7 +197,7 @@ def read_profile(path: Path, origin: Origin | None = None) -> Profile:
         PlanError: The file does not exist, is not a profile of this version, or has a value that
             `_FIGURES` does not accept.
     """
-    fix = "write one with: meshplan calibrate --out profile.json"
+    fix = f"measure one, meshplan calibrate --out profile.json, or name one: {', '.join(PROFILES)}"
     try:
         facts = json.loads(read_bytes(path, _MOST_BYTES, "a profile").decode("utf-8"))
     except FileNotFoundError:

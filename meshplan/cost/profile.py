@@ -1,8 +1,8 @@
-"""Constants of the cost model: speeds that a device reaches, by framework and dtype.
+"""Constants of the cost model: the shares of a datasheet's speeds that code reaches.
 
-`profiles.json` contains constants fitted to published runs. For a device that is not in this file,
-the speeds of its datasheet are multiplied by [Empirical] shares. Constants of different frameworks,
-devices or dtypes are never mixed.
+`profiles.json` has, for each framework whose runs were published, the few constants that tell a
+model that was left out of the fit better than `GENERIC` does. They are shares and overheads, so
+they hold for each device of which a datasheet is known; all others are those of `GENERIC`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,9 @@ from typing import Any, Final
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.hardware import Cluster, devices
 from meshplan.shown import shown
+from meshplan.spec.spec import PROFILES
 
 _FILE: Final = Path(__file__).with_name("profiles.json")
-
-WORST_RESIDUAL: Final = 0.10
-"""Highest accepted `Profile.residual`; the constants of a worse fit are not used."""
-
 
 HOST_BYTES_PER_S: Final = 60e9
 """Memory bandwidth that the processors of one node reach together, in bytes per second.
@@ -136,26 +133,39 @@ makes 21 passes over the parameters."""
 
 
 @cache
-def fitted() -> Mapping[tuple[str, str, str], Mapping[str, Any]]:
-    """Return the entries of `profiles.json`, by (device, framework, dtype)."""
+def fitted() -> Mapping[tuple[str, str | None], Mapping[str, Any]]:
+    """Return the entries of `profiles.json`, by framework and device; None is any device."""
     rows = json.loads(_FILE.read_text(encoding="utf-8"))["profiles"]
-    return MappingProxyType({(r["device"], r["framework"], r["dtype"]): r for r in rows})
+    return MappingProxyType({(row["framework"], row["device"]): row for row in rows})
 
 
-def profile_of(cluster: Cluster, framework: str = "native", dtype: str = "bfloat16") -> Profile:
+def runs_of(framework: str, device: str) -> Mapping[str, Any] | None:
+    """Return the entry of `profiles.json` for a framework on a device; None if it has no runs."""
+    return fitted().get((framework, device)) or fitted().get((framework, None))
+
+
+def profile_of(cluster: Cluster, framework: str = PROFILES[0], dtype: str = "bfloat16") -> Profile:
     """Return the constants for a step on this cluster.
 
     Args:
         cluster: The devices and links.
-        framework: The framework whose code runs; "native" is meshplan's own runtime, eager.
+        framework: One of `PROFILES`: the code that runs the step.
         dtype: The dtype in which matrix products are computed.
 
     Raises:
-        PlanError: A speed that the time depends on is not known; the message states what to add.
+        PlanError: A speed that the time depends on is not known, or the framework's runs are of
+            another dtype; the message states what to change.
     """
     if problems := list(_unknown(cluster, dtype)):
         raise PlanError(problems)
-    facts = fitted().get((cluster.device.name, framework, dtype), {})
+    if framework == PROFILES[0]:
+        return resolve(cluster, "native", dtype, {})
+    facts = runs_of(framework, cluster.device.name)
+    assert facts is not None, framework
+    if facts["dtype"] != dtype:
+        what = f"the runs of {framework} computed in {facts['dtype']}, but the plan in {dtype}"
+        fix = f"write profile: {PROFILES[0]}, or set precision to one that computes in "
+        raise PlanError(Problem(what, fix=fix + facts["dtype"]))
     return resolve(cluster, framework, dtype, facts)
 
 

@@ -166,7 +166,7 @@ def gantt_facts(request: DrawRequest) -> Gantt:
     try:
         a = request.plan.assignment
         dtype = next((p.compute_dtype for p in a.tensors.values() if not p.info.is_buffer), "")
-        profile = profile_of(cluster, dtype=dtype)
+        profile = profile_of(cluster, request.plan.spec.profile, dtype)
         times = stage_seconds(request.plan, profile, hardware.gpus_per_node)
         parts = None
         if a.stages is None:

@@ -80,6 +80,7 @@ KEYS: Final[tuple[PlanKey, ...]] = (
     PlanKey("clip_grad_norm", _word(_SPEC.clip_grad_norm)),
     PlanKey("optimizer", _SPEC.optimizer),
     PlanKey("allocator", _SPEC.allocator, True),
+    PlanKey("profile", _SPEC.profile),
     PlanKey("solve.objective", OBJECTIVE),
     PlanKey("solve.time_limit", f"{TIME_LIMIT_S:g}s"),
     PlanKey("solve.keep", f"{KEEP}"),

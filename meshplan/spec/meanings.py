@@ -139,6 +139,11 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             ),
         },
         "Planning": {
+            "profile": (
+                "the code that runs the step, by whose published runs its seconds are estimated: "
+                "`torchtitan`, `torchtitan-compiled`, `llm-foundry`, `megatron`, `deepspeed`, "
+                "`nanotron`, `kempnerforge`, or `generic`, typical shares of a GPU's datasheet"
+            ),
             "solve.objective": (
                 "what `meshplan plan` minimizes: `time`, `memory`, `cost`, or `balanced`, which is "
                 "seconds times bytes"

@@ -33,6 +33,7 @@ from meshplan.spec.spec import (
     DTYPE_WORDS,
     MOST_MICROBATCHES,
     OPTIMIZER_STATES,
+    PROFILES,
     STRATEGY_WORDS,
     Batch,
     Borrow,
@@ -427,6 +428,7 @@ _PLAN: Final[Mapping[str, Decoder]] = {
     "clip_grad_norm": _positive,
     "optimizer": choice((*OPTIMIZER_STATES, *SHAPED_STATES), "an optimizer"),
     "allocator": choice(("default", "expandable", AUTO), "an allocator"),
+    "profile": choice(PROFILES, "a profile"),
     "solve": _solve,
     "rules": _rules,
 }

@@ -35,6 +35,13 @@ STRATEGY_WORDS: Mapping[str, str] = MappingProxyType(
 )  # fmt: skip
 """The canonical name of a strategy, by each of its spellings in lower case."""
 
+PROFILES: Final = (
+    "generic", "torchtitan", "torchtitan-compiled", "llm-foundry", "megatron", "deepspeed",
+    "nanotron", "kempnerforge",
+)  # fmt: skip
+"""Code that may run a step, by which seconds are estimated; the default comes first. Constants of
+the others are in `cost/profiles.json`."""
+
 PRECISION_WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "32-true": {"param": "float32", "reduce": "float32", "master": "float32"},
@@ -336,6 +343,7 @@ class Spec:
             another; 1 computes all tokens at once.
         allocator: "expandable" if the CUDA allocator uses expandable segments
             (`expandable_segments`), so that freed memory is merged again.
+        profile: Name of the constants from which seconds are estimated, of `PROFILES`.
         ddp: Keyword arguments for DistributedDataParallel that the format supports.
         origins: The place where each value was stated, by dotted path ("rules[0].place.tp").
         source: The file's name for messages.
@@ -366,6 +374,8 @@ class Spec:
     clip_grad_norm: float | None = None
     optimizer: str = "adamw"
     allocator: Allocator | Auto = "default"
+    # Not in `repr`, of which `lock.spec_hash` hashes what earlier versions had.
+    profile: str = field(default=PROFILES[0], repr=False)
     solve: Mapping[str, Any] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)

@@ -1,17 +1,19 @@
-"""Constants of the cost model from published runs, one set per framework, device and dtype.
+"""Constants of the cost model from published runs, as few as tell models that were left out.
 
-    python -m tests.bench.fit_profiles FILE.jsonl [--write]
+    python -m tests.bench.fit_profiles FILE.jsonl [--only FRAMEWORK] [--write]
 
-Least squares of relative errors within physical bounds, robust where a framework's runs are not
-repeatable. Beside the error of the fit stands that of leaving out one group of runs at a time: by
-model where there are several, else by the number of nodes. `--write` puts the constants into
-`meshplan/cost/profiles.json`, but for fits that are further off than `WORST_RESIDUAL`: these are in
-`tests/bench/profiles.json` only.
+Every constant begins as the generic one. The one is freed that makes the errors of left-out models
+smallest (one model at a time; one number of nodes and source, where there is one model), then the
+next, until that gains less than `GAIN`. What runs cannot tell apart thus stays generic, and the
+error beside a profile is that of models that it has not seen. A framework with runs on several
+devices has constants for all of them, and for a device its own ones where these tell more.
+`--write` puts the constants into `meshplan/cost/profiles.json`, which `plan` reads.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 
 from meshplan.cost import profile as profiles_of
 from meshplan.cost.grid import MODES
-from meshplan.cost.profile import GENERIC, WORST_RESIDUAL
+from meshplan.cost.profile import GENERIC
 from tests.bench.mapping import SkipError, checked
 from tests.bench.row_check import read_rows
 from tests.bench.time_mapping import Case, case_of
@@ -52,10 +54,15 @@ BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
 """What a device can do: no share above its datasheet's, no hop faster than light's electronics."""
 
 LOOSE: Final[Mapping[str, Mapping[str, tuple[float, float]]]] = {
-    "megatron-deepspeed": {"intra_latency_s": (5e-7, 6e-4)},
+    "deepspeed": {"intra_latency_s": (5e-7, 2e-3)},
 }
 """Where a framework's runs say why they keep other bounds. Source: the runs' own notes: processes
 were bound to the wrong NUMA nodes, so they wait for each other at each collective."""
+
+
+def bounds_of(framework: str, name: str) -> tuple[float, float]:
+    return LOOSE.get(framework, {}).get(name, BOUNDS[name])
+
 
 _GENERIC: Final = {**GENERIC, "contention_alone": GENERIC["contention"]}
 
@@ -65,10 +72,12 @@ PRIOR: Final = 0.02
 FEWEST: Final = 6
 """Runs that a profile is fitted to."""
 SHIPPED: Final = Path(profiles_of.__file__).with_name("profiles.json")
-ALL: Final = Path(__file__).with_name("profiles.json")
-"""Those that are no profile to plan with, too."""
+GAIN: Final = 0.03
+"""What a further constant gains at least, in the mean of `_loss` over runs."""
+MOST: Final = 120
+"""Runs by which constants are chosen; of more runs every n-th counts."""
 
-SETS_ZERO1_AFTER: Final = frozenset({"nanotron", "megatron-deepspeed", "megatron"})
+SETS_ZERO1_AFTER: Final = frozenset({"nanotron", "deepspeed", "megatron"})
 """Frameworks that gather parameters after the update. Source: nanotron, optim/zero.py; DeepSpeed,
 runtime/zero/stage_1_and_2.py."""
 
@@ -84,10 +93,10 @@ def load(path: Path) -> list[Case]:
     return out
 
 
-def by_key(cases: Sequence[Case]) -> dict[tuple[str, str, str], list[Case]]:
-    out: dict[tuple[str, str, str], list[Case]] = defaultdict(list)
+def by_framework(cases: Sequence[Case]) -> dict[str, list[Case]]:
+    out: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
-        out[case.key].append(case)
+        out[case.key[0]].append(case)
     return dict(out)
 
 
@@ -118,19 +127,25 @@ def _is_alone(case: Case) -> bool:
     return bool((is_summed & (grid["tp"] >= case.cluster.gpus_per_node)).any())
 
 
-def bounds_of(framework: str, name: str) -> tuple[float, float]:
-    return LOOSE.get(framework, {}).get(name, BOUNDS[name])
-
-
 class Fit:
-    """One profile."""
+    """The values of some constants, by least squares of relative errors.
 
-    def __init__(self, cases: Sequence[Case]) -> None:
-        self.cases, self.names = list(cases), free_constants(cases)
-        bounds = [bounds_of(self.cases[0].key[0], name) for name in self.names]
-        self.low, self.high = (np.array(column) for column in zip(*bounds, strict=True))
-        self.together = batches(self.cases)
+    Args:
+        cases: Runs of one framework.
+        names: The constants that are free; all others are generic.
+    """
+
+    def __init__(self, cases: Sequence[Case], names: Sequence[str]) -> None:
+        self.cases, self.names = list(cases), list(names)
+        framework = self.cases[0].key[0]
+        bounds = np.array([bounds_of(framework, name) for name in self.names]).reshape(-1, 2)
+        self.low, self.high = bounds[:, 0], bounds[:, 1]
         self.real = np.array([case.real_s for case in self.cases])
+        places: dict[Any, list[int]] = defaultdict(list)
+        for place, case in enumerate(self.cases):
+            places[case.key].append(place)
+        chosen = [(each, [self.cases[place] for place in each]) for each in places.values()]
+        self._parts = [(each, some, batches(some)) for each, some in chosen]
 
     def facts(self, values: Array) -> dict[str, Any]:
         """As a row of `profiles.json`."""
@@ -140,41 +155,45 @@ class Fit:
             "gathers_once": self.cases[0].key[0] in SETS_ZERO1_AFTER,
         }
 
-    def told(self, values: Array) -> Array:
-        return predict(self.cases, self.facts(values), self.together)
+    def errors(self, values: Array) -> Array:
+        """Relative errors of the runs."""
+        told, facts = np.zeros(len(self.cases)), self.facts(values)
+        for places, some, together in self._parts:
+            told[places] = predict(some, facts, together)
+        return told / self.real - 1
 
-    def run(self, start: Array | None = None) -> Array:
-        """The best constants."""
+    def run(self) -> Array:
+        """The best values."""
+        if not self.names:
+            return np.zeros(0)
         spread = self.high - self.low
         generic = np.array([_GENERIC[name] for name in self.names])
-        first = np.clip(generic if start is None else start, self.low + 0.01 * spread,
-                        self.high - 0.01 * spread)  # fmt: skip
-
         # What no run tells stays what it is for devices that nobody measured.
-        usual = (generic - self.low) / spread
+        usual = np.clip((generic - self.low) / np.maximum(spread, 1e-30), 0, 1)
 
         def errors(unit: Array) -> Array:
-            told = np.log(self.told(self.low + unit * spread) / self.real)
+            told = np.log1p(self.errors(self.low + unit * spread))
             return np.concatenate([told, PRIOR * (unit - usual)])
 
-        begin = (first - self.low) / spread
-        corners = self._corners(begin) if start is None else [begin]
-        tried = [least_squares(errors, corner) for corner in corners]
+        tried = [least_squares(errors, start) for start in self._starts(usual)]
         best = min(tried, key=lambda unit: _cost(errors(unit)))
         return np.asarray(self.low + best * spread)
 
-    def _corners(self, begin: Array) -> Iterator[Array]:
+    def _starts(self, usual: Array) -> Iterator[Array]:
         """From where to look: what hides something else has no slope there."""
+        begin = np.clip(usual, 0.01, 0.99)
         yield begin
-        for names in (
-            ("launch_s", "collective_s", "collective_rank_s"),
-            ("contention", "inter_latency_s"),
-        ):
-            corner = begin.copy()
-            corner[[n for n, name in enumerate(self.names) if name in names]] = 0.4
-            yield corner
+        for names in _HIDING:
+            if found := [n for n, name in enumerate(self.names) if name in names]:
+                corner = begin.copy()
+                corner[found] = 0.4
+                yield corner
 
 
+_HIDING: Final = (
+    ("launch_s", "collective_s", "collective_rank_s"),
+    ("contention", "inter_latency_s"),
+)
 _ROBUST: Final = 0.05
 """Errors beyond it count ever less: some runs met trouble that no field tells."""
 
@@ -218,68 +237,123 @@ def least_squares(errors: Callable[[Array], Array], start: Array) -> Array:
 
 
 def _cost(residuals: Array) -> float:
-    return float(np.sum(np.log1p((residuals / _ROBUST) ** 2)))
+    return float(np.sum(_loss(residuals)))
 
 
-def _model(case: Case) -> tuple[int, int]:
-    """Blocks and features: a model of another length is no other model."""
-    shape = case.work[1]
-    return shape.layers, shape.hidden
+def _loss(errors: Array) -> Array:
+    return np.log1p((errors / _ROBUST) ** 2)
 
 
-def left_out(fit: Fit, best: Array) -> Array:
-    """Errors of each run when its group is not fitted."""
-    cases = fit.cases
-    groups: dict[Any, list[int]] = defaultdict(list)
-    models = {_model(case) for case in cases}
-    for place, case in enumerate(cases):
-        groups[_model(case) if len(models) > 1 else case.cluster.nodes].append(place)
+def _groups(cases: Sequence[Case]) -> list[list[int]]:
+    """Places of cases that are left out together."""
+    # A model of another number of blocks is another model if it has other features as well.
+    keys: list[Any] = [(case.work[1].layers, case.work[1].hidden) for case in cases]
+    if len(set(keys)) < 2:
+        keys = [(case.group, case.cluster.nodes) for case in cases]
+    out: dict[Any, list[int]] = defaultdict(list)
+    for place, key in enumerate(keys):
+        out[key].append(place)
+    return list(out.values())
+
+
+def left_out(cases: Sequence[Case], names: Sequence[str]) -> Array:
+    """Relative error of each run, by constants that were fitted without its group."""
     out = np.full(len(cases), np.nan)
-    if len(groups) < 2:
-        return out
-    for places in groups.values():
+    for places in _groups(cases):
         rest = [case for place, case in enumerate(cases) if place not in set(places)]
-        if len(rest) < 4:
-            continue
-        other = Fit(rest)
-        start = np.array([dict(zip(fit.names, best, strict=True)).get(n, _GENERIC[n])
-                          for n in other.names])  # fmt: skip
-        values = other.run(start)
-        held = [cases[place] for place in places]
-        told = predict(held, other.facts(values), batches(held))
-        out[places] = told / np.array([case.real_s for case in held]) - 1
+        held = Fit([cases[place] for place in places], names)
+        if rest:
+            out[places] = held.errors(Fit(rest, names).run())
     return out
+
+
+def select(cases: Sequence[Case]) -> list[str]:
+    """The constants that tell left-out runs better than the generic ones do.
+
+    One is freed after the other; where no single one gains, two at once.
+    """
+    some = list(cases)[:: -(-len(cases) // MOST)]
+    free, names = free_constants(some), list[str]()
+    score = _score(left_out(some, names))
+    while found := _best(some, names, [(name,) for name in free if name not in names], score):
+        names, score = found
+    if not names and (found := _best(some, names, list(itertools.combinations(free, 2)), score)):
+        names, _ = found
+    return names
+
+
+def _best(
+    cases: Sequence[Case], names: list[str], more: Sequence[tuple[str, ...]], score: float
+) -> tuple[list[str], float] | None:
+    """The constants with the further ones that gain the most, and their score; None if none do."""
+    tried = {each: _score(left_out(cases, [*names, *each])) for each in more}
+    for each in sorted(tried, key=tried.__getitem__):
+        if tried[each] > score - GAIN * len(each):
+            return None
+        # A constant at the end of its bounds stands for something else.
+        if _is_inside(Fit(cases, [*names, *each])):
+            return [*names, *each], tried[each]
+    return None
+
+
+def _is_inside(fit: Fit) -> bool:
+    """Whether no constant of the best fit is at the end of its bounds."""
+    share = (fit.run() - fit.low) / (fit.high - fit.low)
+    return bool(((share > 0.01) & (share < 0.99)).all())
+
+
+def _score(errors: Array) -> float:
+    return float(np.nanmean(_loss(errors)))
 
 
 def figures(errors: Array) -> dict[str, float]:
     size = np.abs(errors[~np.isnan(errors)])
-    if not len(size):
-        return {}
-    return {
+    return rounded({
         "rms": float(np.sqrt((size**2).mean())),
         "median": float(np.median(size)),
         "p90": float(np.quantile(size, 0.9)),
-    }
+    })  # fmt: skip
 
 
 def rounded(values: Mapping[str, float]) -> dict[str, float]:
     return {name: float(f"{value:.4g}") for name, value in values.items()}
 
 
-def profile(fit: Fit, best: Array, is_fast: bool) -> dict[str, Any]:
-    """A row of `profiles.json`."""
-    framework, device, dtype = fit.cases[0].key
+def profile(cases: Sequence[Case], names: Sequence[str], device: str | None) -> dict[str, Any]:
+    """A row of `profiles.json`.
+
+    Args:
+        cases: Runs of one framework.
+        names: The constants that are fitted.
+        device: The only device that the constants are for; None for any.
+    """
+    fit = Fit(cases, names)
+    best = fit.run()
     facts = fit.facts(best)
-    inside = figures(fit.told(best) / fit.real - 1)
-    outside = {} if is_fast else figures(left_out(fit, best))
-    groups = sorted({case.group for case in fit.cases})
+    inside = figures(fit.errors(best))
+    groups = sorted({case.group for case in cases})
     return {
-        "device": device, "framework": framework, "dtype": dtype,
+        "framework": cases[0].key[0], "device": device, "dtype": cases[0].key[2],
         "constants": rounded(facts["constants"]), "gathers_once": facts["gathers_once"],
-        "residual": round(inside["rms"], 4), "num_runs": len(fit.cases),
-        "fitted": rounded(inside), "left_out": rounded(outside), "groups": groups,
-        "sources": [f"fitted to {len(fit.cases)} published runs: {', '.join(groups)}"],
+        "residual": inside["rms"], "num_runs": len(cases),
+        "fitted": inside, "left_out": figures(left_out(cases, names)), "groups": groups,
+        "devices": sorted({case.key[1] for case in cases}),
+        "sources": [f"fitted to {len(cases)} published runs: {', '.join(groups)}"],
     }  # fmt: skip
+
+
+def profiles(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """The rows of one framework."""
+    names = select(cases)
+    everywhere = left_out(cases, names)
+    yield profile(cases, names, None)
+    devices = sorted({case.key[1] for case in cases})
+    for device in devices if len(devices) > 1 else ():
+        chosen = [case for case in cases if case.key[1] == device]
+        own = select(chosen)
+        shared = everywhere[[case.key[1] == device for case in cases]]
+        if _score(left_out(chosen, own)) < _score(shared) - GAIN:
+            yield profile(chosen, own, device)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -287,33 +361,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", default="")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--fast", action="store_true", help="without leaving groups out")
     options = parser.parse_args(arguments)
-    profiles = []
-    for key, cases in sorted(by_key(load(options.file)).items()):
-        if options.only not in key[0] or len(cases) < FEWEST:
+    found = []
+    for framework, cases in sorted(by_framework(load(options.file)).items()):
+        if options.only not in framework or len(cases) < FEWEST:
             continue
-        fit = Fit(cases)
-        told = profile(fit, fit.run(), options.fast)
-        profiles.append(told)
-        print(*key, len(cases), told["constants"])
-        print("    fitted", told["fitted"], " left out", told["left_out"], flush=True)
+        for row in profiles(cases):
+            found.append(row)
+            print(framework, row["device"], len(cases), row["constants"])
+            print("    fitted", row["fitted"], " left out", row["left_out"], flush=True)
     if options.write:
-        write(profiles)
+        write(found)
     return 0
 
 
-def write(profiles: Sequence[Mapping[str, Any]]) -> None:
-    """Beside those of other keys that the files have."""
-    known = {_key(row): row for row in json.loads(ALL.read_text())["profiles"]}
-    rows = sorted((known | {_key(row): row for row in profiles}).values(), key=_key)
-    kept = [row for row in rows if row["residual"] <= WORST_RESIDUAL]
-    for path, chosen in ((SHIPPED, kept), (ALL, rows)):
-        path.write_text(json.dumps({"profiles": chosen}, indent=1) + "\n")
-
-
-def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    return row["framework"], row["device"], row["dtype"]
+def write(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Replace the rows of these frameworks."""
+    new = {row["framework"] for row in rows}
+    known = json.loads(SHIPPED.read_text())["profiles"]
+    kept = [row for row in known if row["framework"] not in new]
+    order = sorted([*kept, *rows], key=lambda row: (row["framework"], row["device"] or ""))
+    SHIPPED.write_text(json.dumps({"profiles": order}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

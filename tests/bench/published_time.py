@@ -1,35 +1,26 @@
 """Published runs, timed: seconds of a step, and which of several plans is the fastest.
 
-`python -m tests.bench.published FILE.jsonl --what time,ranking --json OUT`. Constants are those of
-`tests/bench/profiles.json`, one set per framework, device and dtype (`fit_profiles`), and no row
-can have constants of its own. Rows of the groups that a profile was fitted to are marked in-sample.
+`python -m tests.bench.published FILE.jsonl --what time,ranking --json OUT`. Constants are those
+with which `plan` estimates if `profile:` names the framework of the row, and no row can have
+constants of its own. Rows of the groups that a profile was fitted to are marked in-sample.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from meshplan.cost.profile import runs_of
 from tests.bench.mapping import Row, SkipError, checked
 from tests.bench.row_check import UNFORESEEN, named
 from tests.bench.time_mapping import Case, case_of
 from tests.bench.time_predict import batches, predict
 
-_FILE: Final = Path(__file__).with_name("profiles.json")
 FEWEST: Final = 3
 """Plans that make an order."""
-
-
-@cache
-def profiles() -> Mapping[tuple[str, str, str], Mapping[str, Any]]:
-    rows = json.loads(_FILE.read_text())["profiles"]
-    return {(row["framework"], row["device"], row["dtype"]): row for row in rows}
 
 
 def predict_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -44,7 +35,7 @@ def predict_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
         out.append(answer)
         try:
             case = case_of(checked(row))
-            if case.key not in profiles():
+            if runs_of(*case.key[:2]) is None:
                 raise SkipError(f"no profile of {' '.join(case.key)}")
         except SkipError as error:
             answer["skipped"] = str(error)
@@ -53,7 +44,8 @@ def predict_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
         else:
             by_key[case.key].append((len(out) - 1, case))
     for key, members in by_key.items():
-        facts, cases = profiles()[key], [case for _, case in members]
+        facts, cases = runs_of(*key[:2]), [case for _, case in members]
+        assert facts is not None
         told = predict(cases, facts, batches(cases))
         for (place, case), seconds in zip(members, told, strict=True):
             out[place] |= {

@@ -37,7 +37,7 @@ def _framework(row: Row) -> Callable[[Row], Case]:
     if impl == "PyTorch FSDP1 (Composer)":
         return foundry_case
     if impl == "Megatron-DeepSpeed":
-        return partial(megatron_case, framework="megatron-deepspeed")
+        return partial(megatron_case, framework="deepspeed")
     if precision.startswith("bf16 compute, fp32 params/grad-reduce (FSDP2"):
         if impl in (None, "FSDP2", "FSDP2 eager"):
             return titan_case

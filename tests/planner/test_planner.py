@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -331,6 +333,14 @@ def test_a_time_limit_gives_an_honest_answer(job, capsys):
     assert main(["plan", "-f", str(path), "--dry-run", "--json"]) == 1
     result = json.loads(capsys.readouterr().out)["result"]
     assert (result["fits"], result["is_whole"]) == (False, False)
+
+
+def test_a_busy_machine_does_not_take_the_search_its_seconds(job, monkeypatch):
+    hours = itertools.count(0.0, 3600.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(hours))
+    decision = search_plan(job())
+    assert decision.chosen is not None
+    assert not decision.is_whole
 
 
 @pytest.mark.parametrize(

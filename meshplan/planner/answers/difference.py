@@ -251,6 +251,7 @@ def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
     yield "compile", bool(a.compiled)
     yield "clip_grad_norm", spec.clip_grad_norm
     yield "allocator", spec.allocator
+    yield "profile", spec.profile
 
 
 def _size(name: str, value: Any) -> Any:

@@ -23,7 +23,7 @@ from meshplan.planner.problem.decision import Bound, Decision, Ladder, PlanReque
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate
 from meshplan.planner.solve.result import ReplayedMemory, SearchResult
-from meshplan.planner.solve.search import search
+from meshplan.planner.solve.search import Deadline, search
 from meshplan.planner.space.space import Rejected
 from meshplan.planner.tables.cost_table import CostTable, memory_bounds, time_bounds
 from meshplan.units import format_step
@@ -59,7 +59,7 @@ def fastest_of(
     began = time.monotonic()
     limit = problem.request.time_limit_s
     report(grid_line(problem))
-    deadline = None if limit is None else time.monotonic() + limit
+    deadline = None if limit is None else Deadline.after(limit)
     for _ in range(_MOST_CHOICES):
         table, found = searched(
             problem,

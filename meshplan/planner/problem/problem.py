@@ -256,11 +256,11 @@ class PlanningProblem:
 
     @cached_property
     def profile(self) -> Profile:
-        """Speeds of the machine: measured ones, or those in the tables of known devices."""
+        """Speeds of the machine: measured ones, or those of the code and device that are stated."""
         measured, dtype = self.request.profile, self._compute_dtype
         try:
             if measured is None:
-                return profile_of(self.request.cluster, dtype=dtype)
+                return profile_of(self.request.cluster, self.spec.profile, dtype)
             return measured_for(measured, self.request.cluster, dtype)
         except PlanError as error:
             at = self.spec.origin("hardware")

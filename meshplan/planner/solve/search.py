@@ -81,7 +81,8 @@ def search(
             `SearchResult.near`; 0 lists none.
         tolerance: Share by which some plan may be faster than the answer when the search ends.
         deadline: Value of `time.monotonic()` at which the search stops with the best candidate
-            found so far; None for no limit.
+            found so far; None for no limit. Until one is found, a `Deadline` is not over before the
+            process has computed for that long, too.
         is_stopped: Returns True once the user wants the best candidate found so far.
         report: Called with the result whenever a better candidate is found.
 
@@ -92,6 +93,22 @@ def search(
     found.is_stopped, found.guess, found.taken = is_stopped, guess, taken
     found.is_over = is_over or found.is_over
     return found.run()
+
+
+class Deadline(float):
+    """A value of `time.monotonic()`, beside the one of `time.process_time()` in this process.
+
+    On a busy machine the first may come before the search has had a processor for a second.
+    """
+
+    own: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """Return the deadline that is this many seconds from now."""
+        deadline = cls(time.monotonic() + seconds)
+        deadline.own = time.process_time() + seconds
+        return deadline
 
 
 class _Search:
@@ -211,6 +228,8 @@ class _Search:
 
     def _is_late(self) -> bool:
         late = self._deadline is not None and time.monotonic() > self._deadline
+        if late and self.found.best is None and isinstance(self._deadline, Deadline):
+            late = time.process_time() > self._deadline.own
         return late or self.is_stopped()
 
     def _seed(self, answers: Iterable[tuple[Candidate, ReplayedMemory]]) -> None:

@@ -91,7 +91,7 @@ class Costed:
         self.profile = (
             measured_for(profile, cluster, dtype)
             if profile is not None
-            else profile_of(cluster, dtype=dtype)
+            else profile_of(cluster, plan.spec.profile, dtype)
         )
         self.row = plan_as_config(plan)
 

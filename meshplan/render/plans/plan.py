@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from meshplan.cost.profile import Profile, runs_of
 from meshplan.memory.answer.estimate import left_in_words
 from meshplan.planner.answers.written import Written
 from meshplan.planner.objectives.simplify import SLACK
@@ -55,9 +56,20 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
             "framework": decision.profile.framework,
             "dtype": decision.profile.dtype,
             "residual": decision.profile.residual,
+            "runs": _runs(decision.profile),
             "file": str(decision.profile_path) if decision.profile_path else None,
         },
     }
+
+
+def _runs(profile: Profile) -> dict[str, Any] | None:
+    """Return the published runs behind a profile; None for generic and measured constants."""
+    runs = runs_of(profile.framework, profile.device)
+    return (
+        None
+        if runs is None
+        else {key: runs[key] for key in ("num_runs", "devices", "left_out", "sources")}
+    )
 
 
 _KEYS = (
@@ -223,7 +235,20 @@ def _section(lines: Sequence[str]) -> list[str]:
 def _speed(decision: Decision, chosen: Evaluated) -> list[str]:
     """Return lines on the seconds and the rate of a step."""
     line = f"speed   {format_step(chosen.seconds)} a step, {_rate(decision, chosen)} per GPU"
-    return wrapped(f"{line}, MFU {decision.mfu(chosen):.1%}", 8)
+    lines = wrapped(f"{line}, MFU {decision.mfu(chosen):.1%}", 8)
+    profile = decision.profile
+    if (runs := runs_of(profile.framework, profile.device)) is not None:
+        where = ", ".join(runs["devices"])
+        if profile.device not in runs["devices"]:
+            where += f", none on {profile.device}"
+        off, most = runs["left_out"]["median"], runs["left_out"]["p90"]
+        text = (
+            f"        as code of {profile.framework}, by {runs['num_runs']:,} published runs on "
+            f"{where}: models left out of the fit are {off:.1%} off in the median, and up to "
+            f"{most:.1%} in 90% of runs"
+        )
+        lines += wrapped(text, 8)
+    return lines
 
 
 def _offload(decision: Decision, chosen: Evaluated) -> str:
