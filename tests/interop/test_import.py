@@ -240,6 +240,10 @@ def test_what_a_python_file_computes_is_refused(tmp_path):
     assert key.origin.line == 8
     with pytest.raises(SpecError, match="2 functions return a configuration"):
         imported(tmp_path, TITAN_PY + TITAN_PY.replace("8b", "70b"), "t.py")
+    starred = TITAN_PY.replace("TrainingConfig(", "TrainingConfig(**more, ")
+    assert starred != TITAN_PY
+    with pytest.raises(SpecError, match=r"\*\*more has arguments that are not in the call"):
+        imported(tmp_path, starred, "t.py")
 
 
 def test_torchtitans_batch_in_tokens(tmp_path):

@@ -19,7 +19,8 @@ def parse_python(text: str, name: str) -> PlanValue:
     """Return the arguments of the file's only configuration as nested values.
 
     Raises:
-        SpecError: It is no Python, or several functions return a configuration.
+        SpecError: It is no Python, several functions return a configuration, or one takes `**`
+            arguments.
     """
     try:
         tree = ast.parse(text)
@@ -42,6 +43,11 @@ def parse_python(text: str, name: str) -> PlanValue:
     call = _config_of(scope)
     data, places = dict[str, Any](), dict[str, tuple[int, int]]()
     if call is not None:
+        for node in ast.walk(call):
+            if isinstance(node, ast.keyword) and node.arg is None:
+                origin = Origin(name, "", node.value.lineno, node.value.col_offset + 1)
+                what = f"**{ast.unparse(node.value)[:40]} has arguments that are not in the call"
+                raise SpecError(Problem(what, origin, "write them out: no code is run here"))
         data = _arguments(call, "", places)
     for node in ast.walk(scope):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
@@ -78,8 +84,7 @@ def _attribute_path(node: ast.AST) -> list[str]:
 def _arguments(call: ast.Call, path: str, places: dict[str, tuple[int, int]]) -> dict[str, Any]:
     out = dict[str, Any]()
     for keyword in call.keywords:
-        if keyword.arg is None:
-            continue
+        assert keyword.arg is not None  # `parse_python` refuses `**`.
         inner = f"{path}.{keyword.arg}" if path else keyword.arg
         places[inner] = (keyword.lineno, keyword.col_offset + 1)
         out[keyword.arg] = _value(keyword.value, inner, places)
