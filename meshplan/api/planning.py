@@ -220,9 +220,11 @@ def explain(
         fix = "ask why FIELD, or why-not FIELD=VALUE"
         raise SpecError(Problem(what, Origin("explain"), fix))
     source = source_of(plan, overrides, **given)
-    if source.profile is None and (profile := profile_of_lock(source.plan)) is not None:
-        report(f"step times use {profile.name}, the profile that the lock was made with")
-        source = replace(source, profile=profile)
+    if source.profile is None:
+        profile = profile_of_lock(source.plan, source.spec)
+        if profile is not None:
+            report(f"step times use {profile.name}, the profile that the lock was made with")
+            source = replace(source, profile=profile)
     request = _request(source, report)
     if words[0] == "why-not":
         asker, settings = Asker(request, report), [words[1]]
@@ -251,7 +253,7 @@ def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) 
     """
     from meshplan.planner.answers import module
 
-    profile = profile if profile is not None else profile_of_lock(plan.spec.source)
+    profile = profile if profile is not None else profile_of_lock(plan.spec.source, plan.spec)
     return module.explain_module(plan, name, profile=profile)
 
 
@@ -276,7 +278,7 @@ def compare(
 
     if profile is None:
         # If one lock names a profile, or both name the same one, it is used for both plans.
-        found = {profile_of_lock(plan.spec.source) for _, plan in (old, new)} - {None}
+        found = {profile_of_lock(p.spec.source, p.spec) for _, p in (old, new)} - {None}
         profile = found.pop() if len(found) == 1 else None
     measured = read_profile(Path(profile), Origin("--profile")) if profile is not None else None
     sides = zip((old, new), known, strict=True)
@@ -323,7 +325,7 @@ def compare_run(
     if not decided.graph.config:
         with suppress(PlanError, SpecError):  # The comparison says that the seconds are unknown.
             known = figures_of(search_plan(source, report=report), decided).get("step_s")
-    named = source.profile or profile_of_lock(decided.spec.source)
+    named = source.profile or profile_of_lock(decided.spec.source, decided.spec)
     profile = read_profile(Path(named), Origin("--profile")) if named is not None else None
     return comparison_of(
         run, decided, memory, known, device=device, profile=profile, tolerance=tolerance

@@ -97,6 +97,17 @@ def test_a_run_as_predicted_agrees(compare):
     assert found["mfu"] == pytest.approx(0.4)
 
 
+def test_a_run_on_another_device_has_no_share_of_the_plans(compare):
+    _, found = compare(lambda content: content.update(device="NVIDIA A100-SXM4-80GB"))
+    assert found["mfu"] is None
+
+
+def test_phases_with_communication_in_them_are_not_compared(compare):
+    _, found = compare(lambda content: content["phases_s"].pop("communication"))
+    phases = {each["what"]: each["error"] for each in found["figures"]}
+    assert phases["forward"] is phases["backward"] is None
+
+
 def test_a_slower_link_costs_communication_alone(job):
     costs = costed(job(LLAMA, **WHOLE))
     slow = costs.with_profile(

@@ -255,8 +255,15 @@ def comparison_of(
         closing = tuple(_closing(costed, taken))
     return RunComparison(
         run=run, figures=figures, constants=closing, tolerance=tolerance,
-        peak_flops=costed.profile.peak_flops if costed is not None else None,
+        peak_flops=_peak_flops(run, costed),
     )  # fmt: skip
+
+
+def _peak_flops(run: MeasuredRun, costed: Costed | None) -> float | None:
+    """Return the FLOP/s of the run's device at most; None if the plan is for another device."""
+    if costed is None or costed.profile.device.partition("-")[0] not in run.device.lower():
+        return None
+    return costed.profile.peak_flops
 
 
 def _measured(value: float | None, why: str) -> Figure:
@@ -266,12 +273,13 @@ def _measured(value: float | None, why: str) -> Figure:
 def _phases(run: MeasuredRun, costed: Costed | None) -> Iterator[ComparedFigure]:
     """Yield the phases of a step. No plan predicts how long the data takes."""
     predicted = costed.phases if costed is not None else None
+    why = "predicted from a config only, without pp"
+    if "communication" not in run.phases_s:
+        predicted, why = None, "a phase of this run has its communication in it"
     for name, seconds in run.phases_s.items():
-        why = "predicted from a config only, without pp"
-        if name == "data":
-            why = "no plan says how long a loader takes"
         value = predicted.get(name) if predicted is not None else None
-        yield ComparedFigure(name, "s", _measured(value, why), Figure(seconds))
+        unknown = "no plan says how long a loader takes" if name == "data" else why
+        yield ComparedFigure(name, "s", _measured(value, unknown), Figure(seconds))
 
 
 def _modules(run: MeasuredRun, costed: Costed | None) -> Iterator[ComparedFigure]:

@@ -53,7 +53,8 @@ def as_written(decision: Decision, device: str, cluster: Cluster) -> Written | N
     except MeshplanError:
         return None  # Some open key has no default.
     try:
-        seconds = Costed(plan, cluster, decision.profile).seconds
+        measured = decision.profile if decision.profile_path is not None else None
+        seconds = Costed(plan, cluster, measured).seconds
     except MeshplanError:
         seconds = None
     return Written(memory, seconds)

@@ -71,6 +71,12 @@ class Lock:
         return str(self.content["hash"])
 
     @property
+    def framework(self) -> str:
+        """The name in `PROFILES` of the constants that the lock was made with."""
+        name = str(self.content["inputs"]["profile"]).split(", ")[1]
+        return name if name in PROFILES else PROFILES[0]
+
+    @property
     def statements(self) -> dict[str, Any]:
         """{path: value} statements to put on top of the plan file: freed keys, then choices."""
         return {**freed(self.free), **self.chosen}
@@ -113,8 +119,6 @@ def spec_hash(spec: Spec) -> str:
         hardware = replace(hardware, headroom=_HEADROOM)
     elif hardware is not None and hardware.headroom == _HEADROOM:
         more = ", and it is stated"
-    if spec.profile != PROFILES[0]:
-        more += f", with the speeds of {spec.profile}"
     if given is not None and given.dtype is None:
         given = replace(given, dtype="int64")
     return _hash(whole_repr(replace(spec, hardware=hardware, input=given)) + more)
@@ -294,6 +298,10 @@ def locked(source: Any, load: Callable[[Sequence[str]], Spec], graph: ModelGraph
         # The profile may be missing where a job runs: only planning needs its speeds.
         if profile.is_file() and file_hash(profile) != known:
             return f"{path.name} was made with another state of {profile.name}"
+    # `--profile NAME` prices the locked plan anew, as a file does; what the plan file says decides.
+    own = load_spec(source)
+    if "profile" in own.origins and own.profile != lock.framework:
+        return f"{path.name} was made with profile: {lock.framework}"
     _check_chosen(lock, load, graph)
     return lock
 
@@ -377,9 +385,14 @@ def chosen_spec(
     return replace(spec, origins=origins, lock=lock)
 
 
-def profile_of_lock(source: Any) -> Path | None:
-    """Return the path of the profile that a plan file's lock was made with; None if none exists."""
-    if not is_file(source):
+def profile_of_lock(source: Any, spec: Spec) -> Path | None:
+    """Return the path of the profile that a plan file's lock was made with; None if none exists.
+
+    Args:
+        source: The plan file, or a mapping, which has no lock.
+        spec: What it states, with overrides; a profile that it names is used instead.
+    """
+    if not is_file(source) or "profile" in spec.origins:
         return None
     lock = read(lock_path(source))
     found = lock and lock.profile

@@ -104,7 +104,7 @@ def complete_statements(
         what = f"{free} {are} left to the planner, and {found}"
         fix = "add the model to the plan, such as model: {config: PATH}, and run meshplan plan"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
-    profile = profile_of_lock(source)
+    profile = profile_of_lock(source, spec)
     if ask is not None:
         request = ask(profile)
     else:

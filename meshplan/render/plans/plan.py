@@ -240,12 +240,13 @@ def _speed(decision: Decision, chosen: Evaluated) -> list[str]:
     if (runs := runs_of(profile.framework, profile.device)) is not None:
         where = ", ".join(runs["devices"])
         if profile.device not in runs["devices"]:
-            where += f", none on {profile.device}"
+            where += f" (none on {profile.device}, where the error is not known)"
+        kind = "constants" if runs["constants"] else "generic constants"
         off, most = runs["left_out"]["median"], runs["left_out"]["p90"]
         text = (
-            f"        as code of {profile.framework}, by {runs['num_runs']:,} published runs on "
-            f"{where}: models left out of the fit are {off:.1%} off in the median, and up to "
-            f"{most:.1%} in 90% of runs"
+            f"        by {kind} for {profile.framework}: with them, its {runs['num_runs']:,} "
+            f"published runs on {where} of models left out of the fit are {off:.1%} off in the "
+            f"median, 90% of them at most {most:.1%}"
         )
         lines += wrapped(text, 8)
     return lines

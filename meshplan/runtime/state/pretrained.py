@@ -19,6 +19,7 @@ from meshplan.runtime.state.agree import agree, agree_on_folder
 from meshplan.runtime.state.background import finish_background, next_board
 from meshplan.runtime.state.live import WORDS, LiveState, bytes_of
 from meshplan.runtime.state.load import Loading
+from meshplan.runtime.train.fast_dev_run import folder_to_read
 from meshplan.runtime.watch.guard import come_together, guarded
 from meshplan.state.held import plain_name
 from meshplan.state.pretrained import HEADER, check_empty, file_names, read_pretrained, write_index
@@ -152,7 +153,7 @@ def load_pretrained(
     """
     come_together("load_pretrained")
     finish_background()
-    board, source = next_board(), Path(os.fspath(folder))
+    board, source = next_board(), folder_to_read(folder)
     loading: list[Loading] = []
 
     def check() -> None:

@@ -30,6 +30,7 @@ from meshplan.runtime.state.live import (
     box_bytes,
     whole_tensor,
 )
+from meshplan.runtime.train.fast_dev_run import num_dev_batches
 from meshplan.runtime.watch.board import Board
 from meshplan.runtime.watch.guard import come_together, guarded
 from meshplan.state.boxes import TensorBox
@@ -107,6 +108,8 @@ def save(
     check_drift(model, state.plan, state.applied.mesh)
     board = next_board()
     task = _Save(agree_on_folder(board, path), step, keep, state, board)
+    if num_dev_batches() is not None and (saved := folder_of(task.path, step)).exists():
+        return saved  # Later epochs of a fast development run take no steps.
     objects = {"scheduler": scheduler, "data": data, "extra": extra}
 
     def prepare() -> Any:

@@ -37,8 +37,20 @@ def flops_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> float
     """
     if func._schema.name in ATTENTION:
         return _attention_flops(func, arguments_by_name(func, args, kwargs))
+    if func._schema.name == "aten::_grouped_mm":
+        return _grouped_flops(args[0], args[1])
     rule: Callable[..., Any] | None = flop_registry.get(func.overloadpacket)
     return None if rule is None else _by_rule(func.overloadpacket, rule, args, kwargs, out)
+
+
+def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the FLOPs of products by groups of rows, or of columns, for which torch has no rule.
+
+    Groups that share a dim (the rows of `a`, the columns of `b`, or the summed dim of both) take
+    together what one product over the whole dim takes.
+    """
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2.0 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
 def arguments_by_name(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -35,7 +35,9 @@ class StepClock:
     pipeline's send or receive, is not finished. On the CPU, the thread of the step waits; on CUDA,
     the stream in which the step computes. What runs meanwhile is not in it: a collective that is
     finished when its result is needed takes no time here. A rank that is early waits for the
-    others, so that their delay is in it as well. All other phases are without it.
+    others, so that their delay is in it as well. All other phases are without it, except on CUDA
+    for collectives that are called synchronously (exchanges of experts and context, a pipeline's
+    loss, clipping): NCCL runs them in the computing stream, and no wait is seen.
 
     Collectives between the steps, as of an evaluation, are in "data" with all else there.
 

@@ -19,7 +19,7 @@ from meshplan.errors import Origin, Problem, StateError
 from meshplan.launch.environment import read_fast_dev_run
 from meshplan.runtime.train.process import is_main
 
-_MOST_EMPTY: Final = 10_000
+_MOST_EMPTY: Final = 1_000
 """Loops over a loader in vain after which a script is taken for one that never ends."""
 
 _folders: Final[dict[str, Path]] = {}
@@ -106,6 +106,12 @@ class DevBatches:
             return number
         self._num_empty += 1
         if self._num_empty > _MOST_EMPTY:
+            if is_main():
+                print(
+                    "meshplan: fast development run: the script loops until a step that a short "
+                    "run does not reach; what follows that loop was not tried",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
             raise SystemExit(0)
         return 0
 

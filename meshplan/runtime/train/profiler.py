@@ -26,7 +26,7 @@ _FORWARD: Final = ("forward", "loss")
 class StepFlops(Watching):
     """A dispatch mode that sums the FLOPs of this rank's matrix products and attention.
 
-    Those of a fused or custom kernel are not known and count as 0.
+    Those of a fused or custom kernel are not known and count as 0. An optimizer's do not count.
 
     Attributes:
         model_flops: FLOPs of forward and backward.
@@ -47,7 +47,9 @@ class StepFlops(Watching):
             return NotImplemented  # Its own dispatch calls the operators on shards, seen here too.
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        flops = 0.0 if func.is_view else flops_of(func, args, kwargs, out) or 0.0
+        if func.is_view or self._phase not in (*_FORWARD, "backward"):
+            return out
+        flops = flops_of(func, args, kwargs, out) or 0.0
         # Backward computes gradients without autograd; only a forward is recorded there.
         if self._phase == "backward" and torch.is_grad_enabled():
             self.recomputed_flops += flops

@@ -210,7 +210,8 @@ class Run:
         every_step = np.frombuffer(self._timings).reshape(-1, 1 + len(NAMES))
         num = len(every_step)
         first = WARM_UP if num > WARM_UP else min(1, max(0, num - 1))
-        plain = [i for i in range(first, num) if self._first + i not in self._watched]
+        unwatched = [i for i in range(num) if self._first + i not in self._watched]
+        plain = [i for i in unwatched if i >= first] or unwatched
         timed = every_step[plain] if plain else every_step[first:]
         medians = np.median(timed, axis=0).tolist() if num else []
         flops = self._flops

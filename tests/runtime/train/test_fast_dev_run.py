@@ -76,6 +76,8 @@ def test_states_and_records_are_read_back_and_removed(short, tmp_path, monkeypat
         step(job, next(iter(job.loader)))
     saved = meshplan.save(states, job.model, job.optimizer, step=7, keep=1)
     assert saved.parent != states
+    # A later epoch, in which no step is taken, saves the same step again.
+    assert meshplan.save(states, job.model, job.optimizer, step=7, keep=1) == saved
     assert meshplan.load(states, job.model, job.optimizer).folder == saved
     assert not (tmp_path / "run").exists()
     assert list(tmp_path.glob("fast-dev-run-*/run/run.json"))
