@@ -237,7 +237,7 @@ CODE_WORDS = {
     "trust": "plan.yaml", "verify": "-f plan.yaml", "doctor": "-f plan.yaml",
     "launch": "-f plan.yaml --slurm job.sbatch -m train", "state": "states -f plan.yaml",
     "import": "theirs.json -o imported.yaml",
-    "export": "-f plan.yaml --to deepspeed --partial -o theirs.yaml",
+    "export": "-f plan.yaml --to deepspeed --partial",
     "demo": f"-f plan.yaml --steps 2 {SMALL}",
 }  # fmt: skip
 

@@ -107,7 +107,8 @@ def test_lightnings_trainer_and_its_words():
     registry = load("lightning.pytorch.strategies").StrategyRegistry
     row = TOOLS["lightning"].table.row("trainer.strategy")
     known = row.values.form
-    assert [name for name in registry.available_strategies() if name not in known] == []
+    theirs = set(registry.available_strategies()) - {"meshplan"}  # Another test may register ours.
+    assert [name for name in sorted(theirs) if name not in known] == []
 
 
 DEEPSPEED_SECTIONS = {

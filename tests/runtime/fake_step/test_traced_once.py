@@ -26,6 +26,7 @@ from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.plan.plan import make_plan
 from meshplan.runtime.fake_step import kernels
 from meshplan.runtime.fake_step.microbatch import trace_microbatch
+from meshplan.runtime.trace import flops
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
 
@@ -124,7 +125,7 @@ def _products() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
 
 
 def test_flops_are_of_the_product_that_is_asked_for() -> None:
-    kernels._FLOPS_CACHE.clear()
+    flops._FLOPS_CACHE.clear()
     for _ in range(2):
         for func, args in _products():
             out = func(*args)
@@ -132,7 +133,7 @@ def test_flops_are_of_the_product_that_is_asked_for() -> None:
             rule: Any = flop_registry[func.overloadpacket]  # type: ignore[attr-defined]
             assert told is not None
             assert told.flops == rule(*args, out_val=out)
-    assert len(kernels._FLOPS_CACHE) == len(_products())
+    assert len(flops._FLOPS_CACHE) == len(_products())
 
 
 def test_cycles_are_looked_for_as_before() -> None:
