@@ -368,8 +368,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         for row in profiles(cases):
             found.append(row)
-            print(framework, row["device"], len(cases), row["constants"])
+            chosen = [case for case in cases if row["device"] in (None, case.key[1])]
+            generic = figures(Fit(chosen, []).errors(np.zeros(0)))
+            print(framework, row["device"], len(chosen), row["constants"])
             print("    fitted", row["fitted"], " left out", row["left_out"], flush=True)
+            print("    generic", generic, flush=True)
     if options.write:
         write(found)
     return 0
