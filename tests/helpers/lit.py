@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from meshplan.interop.lightning import MeshplanFabricStrategy, MeshplanStrategy
+from meshplan.runtime.apply.wrap import applied
 from tests.helpers.stated import (
     EP,
     INPUT,
@@ -360,6 +361,11 @@ class Manual(Lit):
         super().__init__()
         self.automatic_optimization = False
         self.by = by
+
+    def on_train_start(self) -> None:
+        state = applied(self.trainer.strategy.network)
+        if state.loss_scale != 1.0:
+            state.loss_scale = 1024.0  # With the first scale, the first steps overflow.
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
