@@ -55,6 +55,7 @@ class ExternalStep:
         self.model, self.state = model, applied(model)
         self._number = 0
         self._samples = 0
+        self._is_finite: bool | None = None  # Of the unscaled gradients; None before.
         self._weights: Weights | None = None
         self._output: Any = None
         self._stashed: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -142,7 +143,24 @@ class ExternalStep:
             tokens = weights.marked(())[1]
             loss = weights.weigh(loss, self._output if self._output is not None else loss, tokens)
         self.count()
-        return loss * self.state.loss_scale
+        return self.scaled(loss)
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times the fp16 loss scale, to call backward on.
+
+        Raises:
+            ApplyError: Its gradients would be added to some that are unscaled already.
+        """
+        spec, is_unscaled = self.state.plan.spec, self._is_finite is not None
+        if spec.precision.scales_loss and is_unscaled and self._has_gradients():
+            what = "backward was called between clipping and the optimizer's step: it would add "
+            what += "gradients of the scaled loss to gradients that are unscaled already"
+            fix = "clip after the last backward of a step, and zero the gradients of a step that "
+            fix += "is left out with optimizer.zero_grad(set_to_none=True)"
+            raise ApplyError(Problem(what, spec.origin("precision"), fix))
+        self._is_finite = None
+        scale = self.state.loss_scale
+        return loss * scale if scale != 1.0 else loss
 
     def count(self) -> None:
         """End a microbatch; a loop that weights losses itself calls it after backward."""
@@ -202,6 +220,9 @@ class ExternalStep:
         """Return the sharded parameters, and those that a unit has gathered in their place."""
         return list(dict.fromkeys((*self._sharded, *self.model.parameters())))
 
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._parameters())
+
     def release(self) -> None:
         """Put the gradients of `run_pipeline` into place."""
         for parameter, gradient in self._stashed:
@@ -209,7 +230,9 @@ class ExternalStep:
         self._stashed = []
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Check and unscale the gradients of a step.
+        """Check and unscale the gradients of a step; do nothing if that is done.
+
+        Clipping needs unscaled gradients too, and may come first.
 
         Returns:
             True; False if a gradient overflowed float16, so that the optimizer must not step.
@@ -218,13 +241,16 @@ class ExternalStep:
             ApplyError: Data ranks have different numbers of samples, or the optimizer does not
                 train this model.
         """
+        if self._is_finite is not None:
+            return self._is_finite
         state = self.state
         if not state.is_tested:
             check_optimizer(self.model, state.plan, optimizer)
         if self._samples:
             every = torch.empty(self._samples, device="meta")
             mean_over_ranks(torch.zeros((), device=device()), every, state.plan, state.mesh)
-        return unscale(self.model, optimizer, state, 1.0)
+        self._is_finite = unscale(self.model, optimizer, state, 1.0)
+        return self._is_finite
 
     def take(self, step: Callable[[], Any]) -> None:
         """Let the optimizer step by calling `step`."""
@@ -236,7 +262,7 @@ class ExternalStep:
     def finish(self) -> None:
         """End a step; the next microbatch is the first one of another."""
         self._number = self._samples = 0
-        self._weights = None
+        self._weights = self._is_finite = None
         self.state.is_tested = True
         self.state.history.steps += 1
 

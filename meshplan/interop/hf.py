@@ -20,7 +20,7 @@ from meshplan.interop.external_step import ExternalStep
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.runtime.apply.loss.loss_weights import IGNORED
 from meshplan.runtime.apply.wrap import applied, own_module
-from meshplan.runtime.parallelize import PlanLike, parallelize
+from meshplan.runtime.parallelize import PlanLike, parallelize, spec_of
 from meshplan.runtime.state.load import load
 from meshplan.runtime.state.pretrained import save_pretrained
 from meshplan.runtime.state.save import save
@@ -86,13 +86,28 @@ class _Planned:
     ) -> None:
         self._plan, self._example_inputs = plan, example_inputs
         self._step: ExternalStep | None = None
-        if kwargs.get("optimizers", (None, None))[0] is not None:
+        spec_of(plan)  # An unreadable plan is reported here, not at the first batch.
+        super().__init__(*args, **kwargs)
+        if self.optimizer is not None or self.lr_scheduler is not None:
             what = "optimizers= was given, but applying a plan replaces the parameters of the model"
             fix = (
-                "pass optimizer_cls_and_kwargs=(torch.optim.AdamW, {'lr': 1e-4}), or optim= in args"
+                "pass optimizer_cls_and_kwargs=(torch.optim.AdamW, {'lr': 1e-4}), or optim= and "
+                "lr_scheduler_type= in args; for a scheduler of your own override create_scheduler"
             )
             raise ApplyError(Problem(what, fix=fix))
-        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, of arguments that a plan leaves room for."""
+        if problems := _argument_problems(self.args):
+            raise ApplyError(problems)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Raise: each call makes another model, but a plan is applied to one."""
+        what = "model_init was given, which makes another model in each train(), but a plan is "
+        what += "applied to one"
+        fix = "pass model=model_init(), and make a new Trainer for each training"
+        raise ApplyError(Problem(what, fix=fix))
 
     # The model.
 
@@ -137,10 +152,20 @@ class _Planned:
         if not args.average_tokens_across_devices:
             refuse("average_tokens_across_devices=False weights the tokens of ranks unequally", "",
                    "leave it out")  # fmt: skip
-        if plan.accumulate > 1 and args.gradient_accumulation_steps != plan.accumulate:
+        batch = spec.batch
+        if (
+            batch.accumulate is not None or batch.global_ is not None
+        ) and args.gradient_accumulation_steps != plan.accumulate:
             refuse(f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, but the "
                    f"plan accumulates over {plan.accumulate} microbatches", "batch.accumulate",
                    f"set gradient_accumulation_steps={plan.accumulate}")  # fmt: skip
+        if plan.micro is not None and args.per_device_train_batch_size != plan.micro:
+            refuse(f"per_device_train_batch_size is {args.per_device_train_batch_size}, but a "
+                   f"microbatch of the plan has {plan.micro} samples", "batch.micro",
+                   f"set per_device_train_batch_size={plan.micro}")  # fmt: skip
+        elif plan.micro is not None and args.auto_find_batch_size:
+            refuse("auto_find_batch_size changes the samples of a microbatch, which the plan "
+                   "states", "batch.micro", "leave it out")  # fmt: skip
         clip = spec.clip_grad_norm
         if clip is not None and args.max_grad_norm not in (clip, _DEFAULT_NORM):
             refuse(f"max_grad_norm is {args.max_grad_norm}, but the plan clips at {clip}",
@@ -205,6 +230,14 @@ class _Planned:
     def get_tp_size(self) -> int:
         """Return the number of ranks that have the same samples, by which counts are divided."""
         return dist.get_world_size() // self._ranks()[0] if self._step is not None else 1
+
+    def get_cp_size(self) -> int:
+        """Return 1: plans with cp are refused."""
+        return 1
+
+    def get_sp_size(self) -> int:
+        """Return 1: no plan cuts sequences as DeepSpeed does."""
+        return 1
 
     # A step.
 
@@ -332,3 +365,36 @@ class _Planned:
 
     def _load_best_model(self) -> None:
         load(os.path.join(self.state.best_model_checkpoint, _STATE), self._planned())
+
+
+def _argument_problems(args: Any) -> list[Problem]:
+    """Return the arguments of a Trainer that contradict any plan, or each other under one."""
+    problems = []
+
+    def refuse(is_asked: object, name: str, fix: str) -> None:
+        if is_asked:
+            what = f"{name} was given, but the plan decides this"
+            problems.append(Problem(what, fix=fix))
+
+    def get(name: str) -> Any:
+        return getattr(args, name, None)  # Not every version of transformers has each of them.
+
+    other = "leave it out: the plan states how the model is sharded"
+    accelerator = args.accelerator_config
+    refuse(get("torch_compile"), "torch_compile=True", "say compile: true in the plan")
+    refuse(get("fsdp"), "fsdp=", other)
+    refuse(get("fsdp_config"), "fsdp_config=", other)
+    refuse(get("deepspeed"), "deepspeed=", other + " (meshplan import translates the file)")
+    refuse(get("parallelism_config"), "parallelism_config=", other)
+    refuse(
+        get("gradient_checkpointing") or get("activation_checkpointing"),
+        "gradient_checkpointing=True",
+        "say activation_checkpointing: full in the plan",
+    )
+    for name in ("dispatch_batches", "split_batches"):
+        fix = "leave it out: each data rank reads batches of per_device_train_batch_size"
+        refuse(getattr(accelerator, name, None), f"accelerator_config.{name}=True", fix)
+    if args.save_only_model and args.load_best_model_at_end:
+        what = "load_best_model_at_end=True needs the state that save_only_model=True leaves out"
+        problems.append(Problem(what, fix="leave out one of them"))
+    return problems

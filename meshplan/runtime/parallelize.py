@@ -100,6 +100,17 @@ def parallelize(
         return _parallelize(model, plan, example_inputs, allow_code)
 
 
+def spec_of(plan: PlanLike) -> Spec:
+    """Return the Spec of a plan in any form.
+
+    Raises:
+        SpecError: The plan cannot be read.
+    """
+    if isinstance(plan, Plan):
+        return plan.spec
+    return plan if isinstance(plan, Spec) else load_spec(plan)
+
+
 def _parallelize(
     model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: bool
 ) -> nn.Module:
@@ -134,12 +145,7 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
     if not isinstance(model, nn.Module):
         raise TypeError(f"parallelize needs an nn.Module, not {type(model).__name__}")
     _check_kind(model)
-    if isinstance(plan, Plan):
-        spec = plan.spec
-    elif isinstance(plan, Spec):
-        spec = plan
-    else:
-        spec = load_spec(plan)
+    spec = spec_of(plan)
     inputs = find_example(model, spec, example_inputs) if spec.reads_flow else None
     graph = graph_of(model, record(model, inputs) if spec.reads_flow else None)
     try:

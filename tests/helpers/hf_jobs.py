@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -105,8 +106,72 @@ def planned(
 
 def refused(name: str, folder: str, **more: Any) -> str:
     """Return the error of a Trainer that a plan does not suit."""
+    return error_of(lambda: planned(name, folder, **more))
+
+
+def errors_at_construction(folder: str) -> dict[str, str]:
+    """Return the error of each Trainer that a plan leaves no room for, "" if it has none.
+
+    Arguments that would set environment variables or need other packages are set afterwards.
+    """
+    other = model()
+    sgd = torch.optim.SGD(other.parameters(), lr=0.1)
+    best = {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "epoch",
+            "save_strategy": "epoch"}  # fmt: skip
+    cases: dict[str, dict[str, Any]] = {
+        "nothing": {},
+        "compile": {"later": {"torch_compile": True}},
+        "fsdp": {"later": {"fsdp": True}},
+        "fsdp_config": {"later": {"fsdp_config": {"version": 2}}},
+        "deepspeed": {"later": {"deepspeed": "zero3.json"}},
+        "parallelism": {"later": {"parallelism_config": object()}},
+        "checkpointing": {"given": {"gradient_checkpointing": True}},
+        "dispatch": {"given": {"accelerator_config": {"dispatch_batches": True}}},
+        "split": {"given": {"accelerator_config": {"split_batches": True}}},
+        "best": {"given": best},
+        "scheduler": {"optimizers": (None, LambdaLR(sgd, lambda step: 1.0))},
+        # data_collator, train_dataset, ..., callbacks, optimizers
+        "positional": {"places": (*[None] * 8, (sgd, None))},
+        "init": {"model": None, "model_init": model},
+        "unreadable": {"plan": {"version": 1, "strategy": "no such"}},
+    }  # fmt: skip
+    out = {}
+    for name, case in cases.items():
+        given, later = case.pop("given", {}), case.pop("later", {})
+        places = case.pop("places", ())
+        args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[], **given)
+        for key, value in later.items():
+            setattr(args, key, value)
+        more = {"plan": {"version": 1, "strategy": "ddp"}, **case}
+        start = (other, args, *places) if places else ()
+        if not places:
+            more = {"model": other, "args": args, "eval_dataset": Texts(2), **more}
+        out[name] = error_of(lambda s=start, m=more: meshplan.trainer(Trainer)(*s, **m))
+    return out
+
+
+def errors_of_batches(folder: str) -> dict[str, str]:
+    """Return the error of a Trainer with 4 samples and 2 microbatches, by the plan's batch."""
+    args = TrainingArguments(
+        output_dir=folder, use_cpu=True, report_to=[], per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    cases = {
+        "nothing": {}, "same": {"micro": 4, "accumulate": 2}, "global": {"micro": 4, "global": 32},
+        "micro": {"micro": 8}, "one": {"accumulate": 1}, "derived": {"micro": 4, "global": 16},
+        "derived_micro": {"accumulate": 2, "global": 16},
+    }  # fmt: skip
+    out = {}
+    for name, batch in cases.items():
+        plan = {"version": 1, "strategy": "ddp", **({"batch": batch} if batch else {})}
+        runner = meshplan.trainer(Trainer)(model(), args, train_dataset=Texts(32), plan=plan)
+        out[name] = error_of(runner.get_train_dataloader)
+    return out
+
+
+def error_of(function: Any) -> str:
     try:
-        planned(name, folder, **more)
+        function()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

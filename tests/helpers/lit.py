@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from meshplan.interop.lightning import MeshplanFabricStrategy, MeshplanStrategy
+from meshplan.runtime.apply.wrap import applied
 from tests.helpers.stated import (
     EP,
     INPUT,
@@ -312,6 +313,87 @@ def fabric_planned(name: str, folder: str) -> Any:
         return _fabric_loop(fabric, Model(), folder)
 
 
+def fabric_refused() -> dict[str, str]:
+    """Return the error of each loop of Fabric that a plan does not suit, on the ranks of a pool."""
+    half = {"precision": "16-mixed"}
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
+        "cp": ("cp_fsdp", {}),
+        "clip": ("ddp", {"clip_grad_norm": 0.5}),
+        "accumulate": ("ddp", {"batch": {"accumulate": 2}}),
+        "two": ("ddp", half),
+        "late": ("ddp", half),
+    }
+    out = {}
+    with launched():
+        for kind, (name, more) in cases.items():
+            strategy = MeshplanFabricStrategy(plan_of(name, **more))
+            fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy)
+            fabric.launch()
+            try:
+                _fabric_step(fabric, kind)
+                out[kind] = ""
+            except Exception as error:
+                out[kind] = f"{type(error).__name__}: {error}"
+    return out
+
+
+def _fabric_step(fabric: Any, kind: str) -> None:
+    """Run one step, with a second optimizer or a late backward if `kind` says so."""
+    torch.manual_seed(0)
+    model = fabric.setup(Model())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.5))
+    if kind == "two":
+        fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.5))
+    inputs, targets = Sequences(2)[:]
+    fabric.backward(next_token_loss(model(inputs), targets))
+    fabric.clip_gradients(model, optimizer, max_norm=0.5)
+    if kind == "late":
+        fabric.backward(next_token_loss(model(inputs), targets))
+    optimizer.step()
+
+
+class Manual(Lit):
+    """A LightningModule that clips and steps by itself."""
+
+    by, clip = "norm", 0.01
+
+    def __init__(self, by: str = "norm") -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.by = by
+
+    def on_train_start(self) -> None:
+        state = applied(self.trainer.strategy.network)
+        if state.loss_scale != 1.0:
+            state.loss_scale = 1024.0  # With the first scale, the first steps overflow.
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip_gradients(optimizer, self.clip, self.by)
+        optimizer.step()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def clipped_by_hand(by: str) -> tuple[float, float]:
+    """Return norm and largest element of the first update by manual optimization under float16."""
+    torch.manual_seed(0)
+    module = Manual(by)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    with launched():
+        strategy = MeshplanStrategy(plan_of("ddp", precision="16-mixed"))
+        trainer(strategy, 4, max_steps=1).fit(module, loaders(4)[0])
+    after = [getattr(each, "full_tensor", lambda e=each: e)() for each in module.parameters()]
+    update = torch.cat([(b - a.detach()).flatten() for b, a in zip(before, after, strict=True)])
+    return float(update.norm()), float(update.abs().max())
+
+
 class Failing(Lit):
     """A LightningModule that fails on one rank, in its second batch."""
 
@@ -331,12 +413,16 @@ class Penalized(Lit):
 def refused(kind: str) -> str:
     """Return the error of a Trainer that a plan does not suit."""
     plans = {"loss": "pp_fsdp", "fails": "full_shard", "penalty": "full_shard", "clip": "ddp",
-             "accumulate": "ddp", "same": "ddp", "two": "ddp"}  # fmt: skip
-    extra = {"clip": {"clip_grad_norm": 0.1}, "accumulate": {"batch": {"accumulate": 3}}}
-    modules = {"fails": Failing, "penalty": Penalized}
+             "accumulate": "ddp", "same": "ddp", "two": "ddp", "two_scaled": "ddp",
+             "manual_clip": "ddp", "manual_accumulate": "ddp"}  # fmt: skip
+    extra = {"clip": {"clip_grad_norm": 0.1}, "accumulate": {"batch": {"accumulate": 3}},
+             "two_scaled": {"precision": "16-mixed"}, "manual_clip": {"clip_grad_norm": 0.1},
+             "manual_accumulate": {"batch": {"accumulate": 3}}}  # fmt: skip
+    modules = {"fails": Failing, "penalty": Penalized, "manual_clip": Manual,
+               "manual_accumulate": Manual}  # fmt: skip
     torch.manual_seed(0)
     module = modules.get(kind, Lit)()
-    if kind == "two":
+    if kind.startswith("two"):
         module.configure_optimizers = lambda: [
             torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(2)
         ]
@@ -345,7 +431,7 @@ def refused(kind: str) -> str:
     with launched():
         strategy = MeshplanStrategy(plan_of(plans[kind], **extra.get(kind, {})))
         settings = {**SETTINGS, "use_distributed_sampler": kind != "same"}
-        if kind == "two":
+        if kind.startswith(("two", "manual")):
             settings = {}
         made = trainer(strategy, 4, **settings)
         train, _ = loaders(4)

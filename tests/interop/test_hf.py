@@ -38,6 +38,16 @@ def refused(name, folder, more):
     return jobs().refused(name, folder, **more)
 
 
+def errors_at_construction(folder):
+    with jobs().launched():
+        return jobs().errors_at_construction(folder)
+
+
+def errors_of_batches(folder):
+    with jobs().launched():
+        return jobs().errors_of_batches(folder)
+
+
 def check(found, expected):
     for key in ("losses", "norms", "eval_loss"):
         assert found[key] == pytest.approx(expected[key], rel=1e-6), key
@@ -82,3 +92,38 @@ def test_a_checkpoint_goes_on_under_another_plan(pool, tmp_path: Path, before, a
 def test_contradictions_are_refused_on_every_rank(pool, tmp_path: Path, name, more, words):
     for found in pool(4).run(refused, name, str(tmp_path), more, timeout=240):
         assert words in found
+
+
+AT_CONSTRUCTION = {
+    "compile": ("torch_compile=True was given", "say compile: true in the plan"),
+    "fsdp": ("fsdp= was given", "the plan states how the model is sharded"),
+    "fsdp_config": ("fsdp_config= was given", "leave it out"),
+    "deepspeed": ("deepspeed= was given", "meshplan import translates the file"),
+    "parallelism": ("parallelism_config= was given", "leave it out"),
+    "checkpointing": ("gradient_checkpointing=True was given", "activation_checkpointing: full"),
+    "dispatch": ("accelerator_config.dispatch_batches=True was given", "leave it out"),
+    "split": ("accelerator_config.split_batches=True was given", "leave it out"),
+    "best": ("load_best_model_at_end=True needs the state", "leave out one of them"),
+    "scheduler": ("optimizers= was given", "override create_scheduler"),
+    "positional": ("optimizers= was given", "optimizer_cls_and_kwargs="),
+    "init": ("model_init was given", "pass model=model_init()"),
+    "unreadable": ("SpecError", "no such"),
+}
+
+
+def test_arguments_that_no_plan_leaves_room_for_are_refused_at_construction(pool, tmp_path: Path):
+    for found in pool(4).run(errors_at_construction, str(tmp_path), timeout=240):
+        assert found.pop("nothing") == ""
+        assert found.keys() == AT_CONSTRUCTION.keys()
+        for name, words in AT_CONSTRUCTION.items():
+            assert all(each in found[name] for each in words), (name, found[name])
+
+
+def test_batches_that_both_state_must_agree(pool, tmp_path: Path):
+    one = "gradient_accumulation_steps is 2, but the plan accumulates over 1"
+    for found in pool(4).run(errors_of_batches, str(tmp_path), timeout=240):
+        assert [found[name] for name in ("nothing", "same", "global")] == ["", "", ""]
+        assert "per_device_train_batch_size is 4, but a microbatch of the plan" in found["micro"]
+        assert one in found["one"]
+        assert one in found["derived"]
+        assert "microbatch of the plan has 2 samples" in found["derived_micro"]

@@ -49,6 +49,18 @@ def refused(kind):
     return lit().refused(kind)
 
 
+def refusals(*kinds):
+    return {kind: lit().refused(kind) for kind in kinds}
+
+
+def fabric_refused():
+    return lit().fabric_refused()
+
+
+def clipped_by_hand(*kinds):
+    return [lit().clipped_by_hand(by) for by in kinds]
+
+
 def plans(fast):
     return [name if name in fast else pytest.param(name, marks=pytest.mark.wide) for name in PLANS]
 
@@ -171,6 +183,40 @@ def test_contradictions_are_refused_on_every_rank(pool, kind, words):
         assert words in found
 
 
+MANUAL = {
+    "two_scaled": "2 optimizers of one model cannot step one by one",
+    "manual_clip": "call self.clip_gradients(optimizer, gradient_clip_val=0.1",
+    "manual_accumulate": "accumulates gradients over 3 microbatches, which the Trainer leaves to",
+}
+
+
+def test_what_manual_optimization_would_ignore_is_refused(pool):
+    for found in pool(4).run(refusals, *MANUAL, timeout=240):
+        for kind, words in MANUAL.items():
+            assert words in found[kind]
+
+
+def test_manual_clipping_is_of_unscaled_gradients(pool):
+    for by_norm, by_value in pool(4).run(clipped_by_hand, "norm", "value", timeout=240):
+        assert by_norm[0] == pytest.approx(0.01, rel=1e-3)
+        assert by_value[1] == pytest.approx(0.01, rel=1e-3)
+
+
+FABRIC = {
+    "cp": "whole sequences, which cp cuts",
+    "clip": "call fabric.clip_gradients(model, optimizer, max_norm=0.5)",
+    "accumulate": "fabric.no_backward_sync(model)",
+    "two": "2 optimizers of one model cannot step one by one",
+    "late": "backward was called between clipping and the optimizer's step",
+}
+
+
+def test_what_a_loop_of_fabric_would_ignore_is_refused(pool):
+    for found in pool(4).run(fabric_refused, timeout=240):
+        for kind, words in FABRIC.items():
+            assert words in found[kind]
+
+
 @pytest.mark.wide
 def test_a_failure_of_one_rank_ends_all(pool):
     found = pool(4).run(refused, "fails", timeout=240)
@@ -196,6 +242,13 @@ def test_another_precision_is_refused_with_both():
     ):
         lit().trainer(strategy(plan), 1, precision="bf16-true")
     assert lit().trainer(strategy(plan), 1).precision == "bf16-mixed"
+
+
+def test_batch_norm_over_all_ranks_is_the_plans():
+    plan = {"version": 1, "strategy": "ddp"}
+    with pytest.raises(PlanError, match=r"state sync_batchnorm: true in the plan"):
+        lit().trainer(strategy(plan), 1, sync_batchnorm=True)
+    lit().trainer(strategy({**plan, "sync_batchnorm": True}), 1, sync_batchnorm=True)
 
 
 def test_the_alias_finds_its_plan(tmp_path: Path, monkeypatch):

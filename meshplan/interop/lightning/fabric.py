@@ -21,15 +21,16 @@ from meshplan.interop.lightning.parallel import (
     check_num_ranks,
     find_plan,
     precision_word,
-    spec_of,
+    refuse_two_scaled,
 )
 from meshplan.interop.lightning.states import find_saved, folder_of, save_over
 from meshplan.layout.mesh import DATA_AXES
+from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.data.data import set_gradient_sync
 from meshplan.runtime.apply.wrap import applied, own_module, set_accumulate
 from meshplan.runtime.base.mesh import JOIN_TIMEOUT
 from meshplan.runtime.checks.forward_writes import begin_microbatch
-from meshplan.runtime.parallelize import PlanLike, parallelize
+from meshplan.runtime.parallelize import PlanLike, parallelize, spec_of
 from meshplan.runtime.state.load import load
 from meshplan.runtime.train.gradient_scale import clip_grad_norm_, clip_grad_value_
 from meshplan.runtime.watch.guard import guarded
@@ -72,7 +73,7 @@ class MeshplanFabricStrategy(PlannedRanks, ParallelStrategy):
         self._timeout = timeout
         self._process_group_backend = process_group_backend
         self._step: ExternalStep | None = None
-        self._is_unscaled: bool | None = None
+        self._num_optimizers = 0
         self.num_nodes = 1
         super().__init__()
         self._backward_sync_control = _SyncControl()
@@ -139,17 +140,16 @@ class MeshplanFabricStrategy(PlannedRanks, ParallelStrategy):
         network = parallelize(
             module, self._plan, example_inputs=self._example_inputs, allow_code=self._allow_code
         )
-        plan = applied(network).plan
-        if plan.assignment.stages is not None:
-            what = "a loop of Fabric calls backward itself, but a pipeline runs its own"
-            fix = "use Trainer(strategy=MeshplanStrategy(...)), or meshplan.train_step"
-            raise PlanError(Problem(what, plan.spec.origin("mesh.pp"), fix))
-        if plan.spec.loss != "mean":
-            what = f"the plan states loss: {plan.spec.loss}, which a loop of Fabric does not weight"
-            fix = "leave it out, and call fabric.backward(meshplan.global_mean(total, count))"
-            raise PlanError(Problem(what, plan.spec.origin("loss"), fix))
+        if problems := _problems(applied(network).plan):
+            raise PlanError(problems)
         self._network, self._step = network, ExternalStep(network)
         return network
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer; raise if a scaled loss would have two."""
+        self._num_optimizers += 1
+        refuse_two_scaled(self.spec, self._num_optimizers)
+        return super().setup_optimizer(optimizer)
 
     @property
     def step(self) -> ExternalStep:
@@ -160,25 +160,16 @@ class MeshplanFabricStrategy(PlannedRanks, ParallelStrategy):
     def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward, of the scaled loss under fp16."""
         with guarded("backward"):
-            self._is_unscaled = None
-            scale = applied(self.network).loss_scale
-            super().backward(tensor * scale if scale != 1.0 else tensor, module, *args, **kwargs)
+            super().backward(self.step.scaled(tensor), module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Take the optimizer's step, unless a gradient overflowed float16."""
         with guarded("optimizer_step"):
             output = None
-            if self._unscale(optimizer):
+            if self.step.before_step(optimizer):
                 output = optimizer.step(**kwargs)
             self.step.finish()
-            self._is_unscaled = None
         return output
-
-    def _unscale(self, optimizer: Any) -> bool:
-        """Unscale the gradients once in each step; return False if one overflowed."""
-        if self._is_unscaled is None:
-            self._is_unscaled = self.step.before_step(optimizer)
-        return self._is_unscaled
 
     def clip_gradients_norm(
         self,
@@ -189,12 +180,12 @@ class MeshplanFabricStrategy(PlannedRanks, ParallelStrategy):
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
         """Clip by the norm over all meshes; under fp16 a step that overflowed is skipped later."""
-        error_if_nonfinite = self._unscale(optimizer) and error_if_nonfinite
+        error_if_nonfinite = self.step.before_step(optimizer) and error_if_nonfinite
         return clip_grad_norm_(self.network, max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
         """Clamp each element of the gradients."""
-        self._unscale(optimizer)
+        self.step.before_step(optimizer)
         clip_grad_value_(self.network, clip_val)
 
     def save_checkpoint(
@@ -248,6 +239,36 @@ class MeshplanFabricStrategy(PlannedRanks, ParallelStrategy):
         known = [*models, *optimizers]
         rest = {k: v for k, v in state.items() if not any(v is each for each in known)}
         return models[0], optimizers[0] if optimizers else None, rest
+
+
+def _problems(plan: Plan) -> list[Problem]:
+    """Return what a plan states that a loop of Fabric does not do."""
+    spec, problems = plan.spec, []
+
+    def refuse(what: str, key: str, fix: str) -> None:
+        problems.append(Problem(what, spec.origin(key), fix))
+
+    if plan.assignment.stages is not None:
+        refuse("a loop of Fabric calls backward itself, but a pipeline runs its own", "mesh.pp",
+               "use Trainer(strategy=MeshplanStrategy(...)), or meshplan.train_step")  # fmt: skip
+    if plan.assignment.context is not None:
+        refuse("a loop of Fabric has whole sequences, which cp cuts", "mesh.cp",
+               "use Trainer(strategy=MeshplanStrategy(...)), or meshplan.train_step")  # fmt: skip
+    if spec.loss != "mean":
+        refuse(f"the plan states loss: {spec.loss}, which a loop of Fabric does not weight", "loss",
+               "leave it out, and call "
+               "fabric.backward(meshplan.global_mean(total, count))")  # fmt: skip
+    if spec.clip_grad_norm is not None:
+        norm = spec.clip_grad_norm
+        refuse(f"the plan clips gradients at the norm {norm}, but a loop of Fabric clips itself",
+               "clip_grad_norm", "leave it out, and call "
+               f"fabric.clip_gradients(model, optimizer, max_norm={norm})")  # fmt: skip
+    if plan.accumulate > 1:
+        refuse("the plan accumulates gradients over several microbatches, but a loop of Fabric "
+               "counts them itself", "batch",
+               "leave out accumulate, and run the loop's microbatches but the last one inside "
+               "fabric.no_backward_sync(model)")  # fmt: skip
+    return problems
 
 
 def _state_of(value: Any) -> Any:

@@ -20,13 +20,11 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
-from meshplan.errors import Origin, PlanError, Problem
+from meshplan.errors import ApplyError, Origin, PlanError, Problem
 from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
-from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.mesh import submesh
 from meshplan.runtime.parallelize import PlanLike
-from meshplan.spec.reader import load_spec
 from meshplan.spec.spec import Spec
 from meshplan.spec.strategies import WorldSizeProblem, resolve_mesh
 
@@ -52,13 +50,6 @@ def find_plan(plan: PlanLike | None) -> PlanLike:
         fix = f"pass MeshplanStrategy('plan.yaml'), or set {VARIABLE} to the path of a plan"
         raise PlanError(Problem(what, Origin(where), fix))
     return found
-
-
-def spec_of(plan: PlanLike) -> Spec:
-    """Return the Spec of a plan in any form."""
-    if isinstance(plan, Plan):
-        return plan.spec
-    return plan if isinstance(plan, Spec) else load_spec(plan)
 
 
 def check_num_ranks(spec: Spec, devices: int, nodes: int) -> None:
@@ -104,6 +95,22 @@ def precision_word(spec: Spec, given: str) -> str:
             )
         )
     return own or "32-true"
+
+
+def refuse_two_scaled(spec: Spec, optimizers: int) -> None:
+    """Raise if several optimizers would step on the gradients of a scaled loss.
+
+    The scale is taken out of all gradients of the model at once, while those of another optimizer
+    may still be accumulating.
+
+    Raises:
+        ApplyError: There are several, and the plan scales the loss.
+    """
+    if optimizers > 1 and spec.precision.scales_loss:
+        what = f"the plan scales the loss for float16, with which {optimizers} optimizers of one "
+        what += "model cannot step one by one"
+        fix = "use precision: bf16-mixed, or one optimizer with several parameter groups"
+        raise ApplyError(Problem(what, spec.origin("precision"), fix))
 
 
 class PlannedRanks:

@@ -62,8 +62,10 @@ class PlannedPrecision(Precision):
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the norm over all meshes and pipeline stages."""
+        self._strategy.step.before_step(optimizer)
         clip_grad_norm_(self._strategy.network, clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Clamp each element of the gradients."""
+        self._strategy.step.before_step(optimizer)
         clip_grad_value_(self._strategy.network, clip_val)

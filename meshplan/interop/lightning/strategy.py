@@ -16,22 +16,22 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from meshplan.errors import ApplyError, PlanError, Problem
+from meshplan.errors import ApplyError, Problem
 from meshplan.interop.external_step import ExternalStep, pipeline_inputs
 from meshplan.interop.lightning.parallel import (
     PlannedRanks,
     check_num_ranks,
     find_plan,
     precision_word,
-    spec_of,
+    refuse_two_scaled,
 )
 from meshplan.interop.lightning.precision import PlannedPrecision
+from meshplan.interop.lightning.settings import check_sync_batchnorm, take_settings
 from meshplan.interop.lightning.states import (
     load_checkpoint,
     remove_checkpoint,
@@ -40,7 +40,7 @@ from meshplan.interop.lightning.states import (
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import Applied, applied
 from meshplan.runtime.base.mesh import JOIN_TIMEOUT
-from meshplan.runtime.parallelize import PlanLike, parallelize
+from meshplan.runtime.parallelize import PlanLike, parallelize, spec_of
 from meshplan.runtime.train.dataloader import on_this_rank
 from meshplan.runtime.watch.guard import guarded, was_reported
 
@@ -141,6 +141,7 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
                 environment, self.num_processes, self.num_nodes
             )
         precision_word(self.spec, self._given_precision)
+        check_sync_batchnorm(self.spec, is_asked=self._layer_sync is not None)
         check_num_ranks(self.spec, self.num_processes, self.num_nodes)
 
     # The life of a run.
@@ -204,7 +205,7 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
             module.named_parameters = partial(_named_parameters, module, network, self._path)
         _give_groups(module, self._values_group())
         if trainer.state.fn == TrainerFn.FITTING:
-            self._take_settings(trainer)
+            take_settings(trainer, self.spec, applied(network).given.accumulate)
 
     def _check_pipeline(self, trainer: Any) -> None:
         """Raise if a pipeline cannot train this LightningModule."""
@@ -227,37 +228,12 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
             fix = "leave automatic_optimization as it is, and define meshplan_loss"
             raise ApplyError(Problem(what, origin, fix))
 
-    def _take_settings(self, trainer: Any) -> None:
-        """Take from the plan what the Trainer leaves open; raise where they contradict."""
-        spec = self.spec
-        clip = spec.clip_grad_norm
-        if clip is not None and self.lightning_module.automatic_optimization:
-            given, by = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-            if given is None:
-                trainer.gradient_clip_val = clip
-            elif given != clip or (by is not None and str(by.value) != "norm"):
-                what = f"the Trainer clips gradients at {given}, but the plan at the norm {clip}"
-                fix = "state it in one of them, gradient_clip_val or clip_grad_norm"
-                raise PlanError(Problem(what, spec.origin("clip_grad_norm"), fix))
-        planned = applied(self.network).given.accumulate
-        has_schedule = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)
-        if isinstance(spec.batch.accumulate, Mapping):
-            what = "the plan states accumulate by epoch, which a Trainer does not read"
-            fix = "leave it out, and pass GradientAccumulationScheduler(scheduling={0: 8, 4: 4})"
-            raise PlanError(Problem(what, spec.origin("batch.accumulate"), fix))
-        if planned > 1 and (has_schedule or trainer.accumulate_grad_batches not in (1, planned)):
-            given = "by a schedule" if has_schedule else f"over {trainer.accumulate_grad_batches}"
-            what = f"the Trainer accumulates gradients {given} batches, but the plan over {planned}"
-            fix = "state it in one of them, accumulate_grad_batches or batch.accumulate"
-            raise PlanError(Problem(what, spec.origin("batch"), fix))
-        if planned > 1:
-            trainer.accumulate_grad_batches = planned
-
     def _check_optimizers(self) -> None:
         if len(self.optimizers) > 1 and isinstance(self._network, PipelinedModule):
             what = f"configure_optimizers made {len(self.optimizers)} optimizers for one pipeline"
             fix = "return one optimizer with several parameter groups"
             raise ApplyError(Problem(what, fix=fix))
+        refuse_two_scaled(self.spec, len(self.optimizers))
 
     def on_exception(self, exception: BaseException) -> None:
         """End the other ranks too, and raise the cause if it is another rank's."""
