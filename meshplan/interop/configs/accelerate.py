@@ -87,7 +87,7 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
 
 _OTHERS: Final[tuple[ConfigKey, ...]] = (
     # DeepSpeed
-    *within(f"{_D}deepspeed_config_file", deepspeed.ROWS),
+    *within(f"{_D}deepspeed_config_file", deepspeed.NESTED_ROWS),
     say(f"{_D}zero_stage", "strategy", deepspeed.STAGES, "0 replicates, 3 shards everything"),
     say(f"{_D}offload_optimizer_device", "offload.optimizer", deepspeed.DEVICES),
     say(f"{_D}offload_param_device", "offload.params", deepspeed.DEVICES),

@@ -96,6 +96,11 @@ def settle_fsdp(draft: Draft) -> None:
         what = f"{words_of}: version 2 ignores HYBRID_SHARD and runs plain FSDP on all ranks"
         fix = "state dp_replicate and dp_shard sizes, write version 1, or remove the key"
         draft.problems.append(Problem(what, draft.origin("strategy"), fix))
+    elif version == 2 and "sharding_strategy" in words_of and statement.value != "full_shard":
+        what = f"{words_of}: version 2 ignores it and shards parameters, gradients and state"
+        way = {"zero2": "write reshard_after_forward: false instead",
+               "ddp": "train without FSDP for replicas"}[statement.value]  # fmt: skip
+        draft.problems.append(Problem(what, draft.origin("strategy"), f"{way}, or version 1"))
     elif is_hybrid and is_stated:
         draft.notes.append(
             "HYBRID_SHARD is kept: shards within a node, replicas across nodes. (accelerate "
