@@ -428,7 +428,7 @@ def test_context_ranks_alone_shard_parameters_in_torchtitan(tmp_path):
 @pytest.mark.parametrize(
     "more",
     [
-        "\n\ndef more():\n    config = llama3_8b()\n    config.parallelism.x = 8\n    return config\n",
+        "\n\ndef more():\n    config = llama3_8b()\n    config.parallelism.x = 8\n",
         "\n\nconfig = llama3_8b()\nconfig.training.steps: int = 8\n",
     ],
 )
