@@ -348,7 +348,7 @@ SAME_FLAGS = {
     "appended text": f'A="--tensor-model-parallel-size 2 --micro-batch-size 1"\n'
                      f'A="$A --use-distributed-optimizer --bf16"\n{LAUNCH} $A\n',
     "another launcher": f"nsys profile --trace=cuda -o x {LAUNCH} {FLAGS} 2>&1 | tee log\n",
-    "environment": f"OMP_NUM_THREADS=1 {LAUNCH} {FLAGS}\nARGS='--tensor-model-parallel-size 4'\n",
+    "environment": f"OMP_NUM_THREADS=1 {LAUNCH} {FLAGS}\nARGS=(--tensor-model-parallel-size 4)\n",
     "another program": f"python prepare.py --input x --vocab-file y\n{LAUNCH} {FLAGS}\n",
     "a shell": f'CMD="{LAUNCH} {FLAGS}"\nsrun bash -c "$CMD"\n',
     "last of two": f"TP=4\nTP=2\n{LAUNCH} {FLAGS.replace('size 2', 'size $TP')}\n",
@@ -476,6 +476,10 @@ def test_one_precision_in_two_places_is_one(tmp_path):
     content = {"output_dir": "out", "bf16": True, "per_device_train_batch_size": 2}
     roles = {"param": "bf16", "reduce": "bf16", "master": "fp32"}
     assert plan_of(imported(tmp_path, content | {"deepspeed": inner}))["precision"] == roles
+    strategy = {"class_path": "lightning.pytorch.strategies.DeepSpeedStrategy",
+                "init_args": {"config": with_key(inner, "zero_optimization.stage", 0)}}  # fmt: skip
+    trainer = {"trainer": {"precision": "bf16-mixed", "devices": 8, "strategy": strategy}}
+    assert plan_of(imported(tmp_path, trainer))["precision"] == roles
     half = with_key(DEEPSPEED, "fp16.enabled", True)
     with pytest.raises(SpecError, match="state two different precision"):
         imported(tmp_path, content | {"deepspeed": half})

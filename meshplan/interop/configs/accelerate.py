@@ -161,9 +161,6 @@ def settle(draft: Draft, root: PlanValue) -> None:
         if "strategy" not in draft.facts:
             words_of = "deepspeed_config.zero_stage is 2 if left out"
             draft.facts["strategy"] = StatedFact("zero2", (words_of,))
-        precision = draft.get("precision")
-        if precision is not None:
-            draft.set("precision", {**precision, "reduce": precision["param"]})
         deepspeed.settle(draft, root)
     elif "strategy" not in draft.facts:
         draft.facts["strategy"] = StatedFact("ddp", (f"distributed_type: {kind}",))

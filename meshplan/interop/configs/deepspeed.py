@@ -223,7 +223,10 @@ def recognises(root: PlanValue) -> bool:
 
 
 def settle(draft: Draft, root: PlanValue) -> None:
-    """Relate offload, MiCS, Ulysses, Adam's momentum and pipelines to each other."""
+    """Relate offload, MiCS, Ulysses and pipelines, and reduce in the dtype of the forward."""
+    precision = draft.get("precision")
+    if precision is not None:
+        draft.set("precision", {**precision, "reduce": precision["param"]})
     if "strategy" not in draft.facts:
         draft.facts["strategy"] = StatedFact("ddp", ("zero_optimization.stage is 0 if left out",))
     stage = draft.get("strategy")

@@ -216,9 +216,6 @@ def settle(draft: Draft, root: PlanValue) -> None:
             if name in draft.facts and draft.facts[name].is_default:
                 draft.pop(name)
     if is_deepspeed:
-        precision = draft.get("precision")
-        if precision is not None:
-            draft.set("precision", {**precision, "reduce": precision["param"]})
         deepspeed.settle(draft, root)
     elif fsdp_words:
         _settle_words(draft, fsdp_words, data["fsdp"])
