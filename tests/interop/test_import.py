@@ -228,7 +228,7 @@ def test_torchtitans_three_spellings_say_the_same(tmp_path, monkeypatch, name, c
         "version": 1, "strategy": "full_shard", "mesh": {"dp_shard": 4, "tp": 2},
         "tp_plan": "auto", "sequence_parallel": True, "precision": "bf16-mixed",
         "activation_checkpointing": "full", "batch": {"micro": 8, "seq_len": 4096},
-        "clip_grad_norm": 1,
+        "clip_grad_norm": 1, "loss": "tokens",
     }  # fmt: skip
     assert not (tmp_path / "executed").exists()
 
@@ -338,6 +338,200 @@ def test_a_distributed_config_is_read_alone_or_in_a_models_config(tmp_path):
         {"match": f"model.layers.*.mlp.{name}", "place": {"tp": style}}
         for name, style in named.items()
     ]
+
+
+FLAGS = "--tensor-model-parallel-size 2 --micro-batch-size 1 --use-distributed-optimizer --bf16"
+LAUNCH = "torchrun --nproc_per_node 8 pretrain.py"
+SAME_FLAGS = {
+    "appended array": f'A=(--tensor-model-parallel-size 2 --micro-batch-size 1)\n'
+                      f'A+=(--use-distributed-optimizer\n --bf16)\n{LAUNCH} "${{A[@]}}"\n',
+    "appended text": f'A="--tensor-model-parallel-size 2 --micro-batch-size 1"\n'
+                     f'A="$A --use-distributed-optimizer --bf16"\n{LAUNCH} $A\n',
+    "another launcher": f"nsys profile --trace=cuda -o x {LAUNCH} {FLAGS} 2>&1 | tee log\n",
+    "environment": f"OMP_NUM_THREADS=1 {LAUNCH} {FLAGS}\nARGS=(--tensor-model-parallel-size 4)\n",
+    "another program": f"python prepare.py --input x --vocab-file y\n{LAUNCH} {FLAGS}\n",
+    "a shell": f'CMD="{LAUNCH} {FLAGS}"\nsrun bash -c "$CMD"\n',
+    "last of two": f"TP=4\nTP=2\n{LAUNCH} {FLAGS.replace('size 2', 'size $TP')}\n",
+    "printed": f"N=$(scontrol show --x | head --y)\n{LAUNCH} {FLAGS} --master-addr $N\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SAME_FLAGS)
+def test_scripts_with_the_same_flags_are_the_same_plan(tmp_path, kind):
+    result = imported(tmp_path, SAME_FLAGS[kind], "t.sh")
+    assert result.is_whole, result.of("refused")
+    plan = plan_of(result)
+    assert (plan["mesh"], plan["strategy"]) == ({"dp_shard": 4, "tp": 2}, "zero1")
+    assert (plan["precision"], plan["batch"]) == ("bf16-mixed", {"micro": 1})
+    assert plan["hardware"]["gpus_per_node"] == 8
+    assert "vocab_file" not in {key.key for key in result.keys}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (f"{LAUNCH} {FLAGS}\npython convert.py --tensor-model-parallel-size 4\n",
+         "two commands have flags of a training: one in line 1, one in line 2"),
+        (f"if [ $1 ]; then\n  A=--sequence-parallel\nfi\n{LAUNCH} {FLAGS} --lr 1 $A\n",
+         r"which flags are in \$A"),
+        (f"A={FLAGS!r}\n[ -n $1 ] && A+=' --sequence-parallel'\n{LAUNCH} --lr 1 $A\n",
+         r"which flags are in \$A"),
+        (f"A={FLAGS!r}\n[ -n $1 ] && A+=' --sequence-parallel'\n", r"which flags are in \$A"),
+        (f'{LAUNCH} {FLAGS} --lr 1 "$@"\n', r"which flags are in \$@"),
+    ],
+)  # fmt: skip
+def test_flags_that_only_a_run_would_tell_are_refused(tmp_path, content, words):
+    with pytest.raises(SpecError, match=words):
+        imported(tmp_path, content, "t.sh")
+
+
+def test_a_size_that_depends_on_a_condition_is_refused(tmp_path):
+    content = f"TP=2\nif [ $1 ]; then\n  TP=4\nfi\n{LAUNCH} {FLAGS.replace('size 2', 'size $TP')}"
+    (key,) = imported(tmp_path, content, "t.sh").of("refused")
+    assert (key.key, key.note) == (
+        "tensor_model_parallel_size", "the program computes it: state mesh.tp")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("section", "line", "key", "verdict"),
+    [
+        ("experimental", "pipeline_parallel_degree = 2", "pipeline_parallel_degree", "honoured"),
+        ("experimental", "context_parallel_degree = 2", "context_parallel_degree", "honoured"),
+        ("experimental", "enable_async_tensor_parallel = true", "enable_async_tensor_parallel",
+         "refused"),
+        ("optimizer", "name = 'SGD'", "name", "refused"),
+        ("optimizer", "name = 'Adam'", "name", "honoured"),
+        ("optimizer", "implementation = 'fused_opt_states_bf16'", "implementation", "refused"),
+        ("optimizer", "lr = 0.1", "lr", "irrelevant"),
+        ("model", "converters = ['float8']", "converters", "refused"),
+        ("model", "converters = []", "converters", "irrelevant"),
+        ("model", "flavor = '8B'", "flavor", "irrelevant"),
+        ("training", "enable_fp8_linear = true", "enable_fp8_linear", "refused"),
+        ("training", "enable_fp8_linear = false", "enable_fp8_linear", "irrelevant"),
+    ],
+)  # fmt: skip
+def test_keys_of_torchtitan_below_a_section_are_read(tmp_path, section, line, key, verdict):
+    head = f"[{section}]\n"
+    content = TITAN if head in TITAN else f"{TITAN}{head}"
+    result = imported(tmp_path, content.replace(head, f"{head}{line}\n"), "t.toml",
+                      nodes=1, gpus_per_node=8)  # fmt: skip
+    verdicts = {each.key: each.verdict for each in result.keys}
+    assert verdicts[f"{section}.{key}"] == verdict
+
+
+def test_context_ranks_alone_shard_parameters_in_torchtitan(tmp_path):
+    content = TITAN.replace("shard_degree = -1", "shard_degree = 1\ncontext_parallel_degree = 2")
+    with pytest.raises(SpecError, match="sharded over cp alone"):
+        imported(tmp_path, content, "t.toml", nodes=1, gpus_per_node=4)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "\n\ndef more():\n    config = llama3_8b()\n    config.parallelism.x = 8\n",
+        "\n\nconfig = llama3_8b()\nconfig.training.steps: int = 8\n",
+    ],
+)
+def test_changes_of_a_configuration_elsewhere_are_refused(tmp_path, more):
+    with pytest.raises(SpecError, match="is not simply assigned"):
+        imported(tmp_path, TITAN_PY + more, "t.py")
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_read"),
+    [("config.training.seq_len = 1024", True), ("config.training.seq_len *= 2", False),
+     ("if big:\n        config.training.seq_len = 1024", False)],
+)  # fmt: skip
+def test_only_plain_assignments_of_python_are_read(tmp_path, lines, is_read):
+    content = TITAN_PY.replace("return Trainer", "config = Trainer") + f"    {lines}\n"
+    if is_read:
+        assert plan_of(imported(tmp_path, content, "t.py"))["batch"]["seq_len"] == 1024
+        return
+    with pytest.raises(SpecError, match=r"config\.training\.seq_len is not simply assigned"):
+        imported(tmp_path, content, "t.py")
+
+
+@pytest.mark.parametrize(("value", "loss"), [(None, "tokens"), (True, "tokens"), (False, "mean")])
+def test_the_trainers_loss_is_of_all_ranks_unless_told_otherwise(tmp_path, value, loss):
+    content = {"output_dir": "out"}
+    content |= {} if value is None else {"average_tokens_across_devices": value}
+    assert plan_of(imported(tmp_path, content))["loss"] == loss
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ({"output_dir": "o", "accelerator_config": {"split_batches": True}},
+         "accelerator_config.split_batches"),
+        ({"output_dir": "o", "split_batches": True}, "split_batches"),
+        (with_key(DEEPSPEED, "optimizer.type", "RMSprop"), "optimizer.type"),
+    ],
+)  # fmt: skip
+def test_what_changes_the_batch_or_the_state_is_refused(tmp_path, content, key):
+    assert [each.key for each in imported(tmp_path, content).of("refused")] == [key]
+
+
+def test_one_precision_in_two_places_is_one(tmp_path):
+    inner = with_key(DEEPSPEED, "bf16.enabled", True)
+    content = {"output_dir": "out", "bf16": True, "per_device_train_batch_size": 2}
+    roles = {"param": "bf16", "reduce": "bf16", "master": "fp32"}
+    assert plan_of(imported(tmp_path, content | {"deepspeed": inner}))["precision"] == roles
+    strategy = {"class_path": "lightning.pytorch.strategies.DeepSpeedStrategy",
+                "init_args": {"config": with_key(inner, "zero_optimization.stage", 0)}}  # fmt: skip
+    trainer = {"trainer": {"precision": "bf16-mixed", "devices": 8, "strategy": strategy}}
+    assert plan_of(imported(tmp_path, trainer))["precision"] == roles
+    half = with_key(DEEPSPEED, "fp16.enabled", True)
+    with pytest.raises(SpecError, match="state two different precision"):
+        imported(tmp_path, content | {"deepspeed": half})
+
+
+@pytest.mark.parametrize("word", ["SHARD_GRAD_OP", "NO_SHARD"])
+def test_fsdp2_ignores_every_sharding_strategy(tmp_path, word):
+    content = with_key(ACCELERATE, "fsdp_config.fsdp_version", 2)
+    with pytest.raises(SpecError, match=f"{word}: version 2 ignores it"):
+        imported(tmp_path, with_key(content, "fsdp_config.fsdp_sharding_strategy", word))
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtypes"),
+    [
+        ("--fp16", ("fp16", "fp16")),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", ("fp16", "fp32")),
+        ("--bf16", ("bf16", "fp32")),
+        ("--bf16 --grad-reduce-in-fp32 false", ("bf16", "bf16")),
+    ],
+)
+def test_megatrons_gradients_have_a_dtype(tmp_path, flags, dtypes):
+    content = f"{LAUNCH} --micro-batch-size 1 {flags}\n"
+    precision = plan_of(imported(tmp_path, content, "t.sh"))["precision"]
+    words = {"bf16-mixed": ("bf16", "fp32"), "16-mixed": ("fp16", "fp32")}
+    found = words[precision] if isinstance(precision, str) else tuple(precision.values())[:2]
+    assert found == dtypes
+
+
+def test_a_sharding_of_megatron_needs_its_fsdp(tmp_path):
+    content = f"{LAUNCH} --micro-batch-size 1 --data-parallel-sharding-strategy optim_grads_params"
+    result = imported(tmp_path, content, "t.sh")
+    key = next(key for key in result.keys if key.key == "data_parallel_sharding_strategy")
+    assert (key.verdict, plan_of(result)["strategy"]) == ("irrelevant", "ddp")
+    result = imported(tmp_path, f"{content} --use-megatron-fsdp", "t.sh")
+    assert plan_of(result)["strategy"] == "full_shard"
+    assert result.of("irrelevant") == ()
+
+
+def test_nanotron_runs_gpipe_unless_told_otherwise(tmp_path):
+    content = with_key(NANOTRON, "parallelism.pp_engine", None)
+    assert plan_of(imported(tmp_path, yaml.safe_dump(content), "t.yaml"))["pipeline"] == {
+        "schedule": "GPipe", "microbatches": 4}  # fmt: skip
+    del content["parallelism"]["pp_engine"]
+    plan = plan_of(imported(tmp_path, yaml.safe_dump(content), "t.yaml"))
+    assert plan["pipeline"]["schedule"] == "GPipe"
+    content = with_key(NANOTRON, "parallelism.pp_engine", "1f1b")
+    plan = plan_of(imported(tmp_path, yaml.safe_dump(content), "t.yaml"))
+    assert "schedule" not in plan["pipeline"]
+    experts = with_key(NANOTRON, "parallelism.expert_parallel_size", 2)
+    (key,) = imported(tmp_path, yaml.safe_dump(experts), "t.yaml").of("refused")
+    assert key.key == "parallelism.expert_parallel_size"
 
 
 BAD = {

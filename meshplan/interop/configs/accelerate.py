@@ -87,7 +87,7 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
 
 _OTHERS: Final[tuple[ConfigKey, ...]] = (
     # DeepSpeed
-    *within(f"{_D}deepspeed_config_file", deepspeed.ROWS),
+    *within(f"{_D}deepspeed_config_file", deepspeed.NESTED_ROWS),
     say(f"{_D}zero_stage", "strategy", deepspeed.STAGES, "0 replicates, 3 shards everything"),
     say(f"{_D}offload_optimizer_device", "offload.optimizer", deepspeed.DEVICES),
     say(f"{_D}offload_param_device", "offload.params", deepspeed.DEVICES),
@@ -161,9 +161,6 @@ def settle(draft: Draft, root: PlanValue) -> None:
         if "strategy" not in draft.facts:
             words_of = "deepspeed_config.zero_stage is 2 if left out"
             draft.facts["strategy"] = StatedFact("zero2", (words_of,))
-        precision = draft.get("precision")
-        if precision is not None:
-            draft.set("precision", {**precision, "reduce": precision["param"]})
         deepspeed.settle(draft, root)
     elif "strategy" not in draft.facts:
         draft.facts["strategy"] = StatedFact("ddp", (f"distributed_type: {kind}",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from meshplan.errors import Problem
@@ -44,7 +45,8 @@ _OPTIMIZERS: Final = words(
         "Muon": "muon",
         **dict.fromkeys(("Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW",
                          "MuSGD"), _NO_STATE_WORD),
-    }
+    },
+    _NO_STATE_WORD,
 )  # fmt: skip
 _BUFFERS: Final = "FSDP2 sizes its buffers by its units: there is no bucket to choose"
 _OWN: Final = "the training program decides it, not the parallelism"
@@ -207,6 +209,13 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
 )  # fmt: skip
 
 
+NESTED_ROWS: Final = tuple(
+    replace(row, values=flag(mixed("float16" if row.path.startswith("fp16") else "bfloat16")))
+    if row.plan == "precision" else row for row in ROWS
+)  # fmt: skip
+"""Rows of a section of another file, which states the precision too and settles the reduction."""
+
+
 def recognises(root: PlanValue) -> bool:
     """Return True for a mapping with keys that only DeepSpeed has."""
     own = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
@@ -214,7 +223,10 @@ def recognises(root: PlanValue) -> bool:
 
 
 def settle(draft: Draft, root: PlanValue) -> None:
-    """Relate offload, MiCS, Ulysses, Adam's momentum and pipelines to each other."""
+    """Relate offload, MiCS, Ulysses and pipelines, and reduce in the dtype of the forward."""
+    precision = draft.get("precision")
+    if precision is not None:
+        draft.set("precision", {**precision, "reduce": precision["param"]})
     if "strategy" not in draft.facts:
         draft.facts["strategy"] = StatedFact("ddp", ("zero_optimization.stage is 0 if left out",))
     stage = draft.get("strategy")
@@ -247,7 +259,6 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
         if facts["precision"] == mixed("float32"):
             facts.pop("precision")
             facts["precision.reduce"] = "float32"
-            whys.pop("precision", None)
     if facts.get("strategy", "").startswith("hybrid"):
         whys["strategy"] = "its schema has no replicas of shards (MiCS is not in 0.19): full_shard"
         facts.pop("strategy")
@@ -280,4 +291,5 @@ TOOL: Final = ConfigTool(
     unsettle=unsettle,
     dump=dump,
     implied=("context.attention",),
+    assumed={"precision": mixed("float32")},
 )

@@ -70,6 +70,9 @@ def export_spec(spec: Spec, to: str, tools: Mapping[str, ConfigTool]) -> Exporte
     for name in [*_LAUNCHED, *tool.implied]:
         if name not in whys:
             unsaid.pop(name, None)
+    for name, value in tool.assumed.items():
+        if name not in whys and unsaid.get(name) == value:
+            unsaid.pop(name)
     if unsaid.get("tp_plan") == tool.tp_plan:
         unsaid.pop("tp_plan")
     whys |= {name: _OUTSIDE for name in unsaid if name.startswith(tool.outside)}

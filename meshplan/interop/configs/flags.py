@@ -1,50 +1,177 @@
 """Command-line flags as values: of a shell script, an argument file, or one long command.
 
 A shell script is split into words and nothing in it is run. Variables that the script itself sets
-to plain words are filled in.
+to plain words are filled in, as the lines before a command leave them; where only a run would tell
+what a variable is, its flags are refused.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Container
 from typing import Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.interop.configs.texts import UNKNOWN, placed
 from meshplan.spec.values import PlanValue
 
-_SET: Final = re.compile(r"\s*(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)\+?=(.*)")
+_SET: Final = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_SETS_INSIDE: Final = re.compile(r"(?:^|[\s;(])([A-Za-z_]\w*)\+?=")
 _NAME: Final = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
 _FLAG: Final = re.compile(r"--[A-Za-z][\w.:-]*(?:=.*)?", re.DOTALL)
 _STARTS: Final = re.compile(
     r"(.*/)?(torchrun|python[\d.]*|srun|mpirun|deepspeed|accelerate|exec|uv)"
 )
+_COMPUTED: Final = re.compile(r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`")
+_REDIRECTION: Final = re.compile(r"(?<!\S)(?:\d*|&)>>?(?:&\d|\s*[^\s;|&]+)")
 _MOST_ROUNDS: Final = 8
+_MOST_LETTERS: Final = 10**6
+_KEYWORDS: Final = ("then", "do", "else", "{", "!", "time")
+_DECLARE: Final = ("export", "local", "declare", "readonly", "typeset")
+_OPENS: Final = ("if", "for", "while", "until", "case", "select")
+_CLOSES: Final = ("fi", "done", "esac")
 
 
-def parse_flags(text: str, name: str) -> PlanValue:
+def parse_flags(text: str, name: str, known: Container[str]) -> PlanValue:
     """Return the flags of a text as a mapping, by name without dashes.
 
     `--a-b 1` and `--a_b=1` are one key, `a_b`. A flag without a value is true.
 
+    Args:
+        text: A script, flags on lines of their own, or only variables with flags.
+        name: The file, for places.
+        known: The flags that state something; a second command without any is another program.
+
     Raises:
-        SpecError: A quote is not closed, or there are too many words.
+        SpecError: A quote is not closed, two commands have known flags, or a command has words
+            that only a run of the script would give.
     """
-    lines = _joined(text)
-    variables = _variables(lines)
-    commands, settings = list[list[str]](), list[list[str]]()
-    for number, line in lines:
-        found = _SET.match(line.replace("\n", " "))
-        words = _words(found[2] if found else line, number, name, variables)
-        if found:
-            settings.append(words)
-        elif words and (_STARTS.fullmatch(words[0]) or words[0].startswith("--")):
-            commands.append(words)
+    script = _Script(name)
+    for number, line in _joined(text):
+        script.read(number, line)
+    commands = [(number, words) for number, words in script.commands if _has_flags(words, known)]
+    if len(commands) > 1:
+        (first, _), (second, _) = commands[:2]
+        what = f"two commands have flags of a training: one in line {first}, one in line {second}"
+        fix = "keep the one that trains, in a file of its own"
+        raise SpecError(Problem(what, Origin(name, "", second, 1), fix))
     flags = dict[str, Any]()
-    for words in commands or settings:
-        _read_words(words, flags)
+    for number, words in commands or script.commands or script.settings():
+        _read_words(words, flags, Origin(name, "", number, 1))
     return placed(flags, name, {flag: _place(text, flag) for flag in flags})
+
+
+def _has_flags(words: list[str], known: Container[str]) -> bool:
+    named = (word.lstrip("-").partition("=")[0] for word in words if _FLAG.fullmatch(word))
+    return any(flag.replace("-", "_") in known for flag in named)
+
+
+class _Script:
+    """Follow a script line by line: the values of its variables, and its commands with flags.
+
+    A variable that is set under a condition, or by a command, has no value.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._variables = dict[str, str | None]()
+        self._lines = dict[str, int]()
+        self._depth = 0
+        self._bare: list[str] | None = None
+        self.commands: list[tuple[int, list[str]]] = []
+
+    def read(self, number: int, line: str) -> None:
+        words = _words(self._filled(line), number, self._name)
+        for place, word in enumerate(words[1:], 1):
+            if words[place - 1] in ("-c", "eval") and re.search(r"\s--", word):
+                words[place : place + 1] = _words(word, number, self._name)
+                break
+        statement, is_sure = list[str](), True
+        for word in [*words, ";"]:
+            if not re.fullmatch(r"[;&|]+", word):
+                statement.append(word)
+                continue
+            self._read_statement(number, statement, is_sure=is_sure)
+            statement, is_sure = [], word not in ("&&", "||")
+
+    def settings(self) -> list[tuple[int, list[str]]]:
+        """Return the words of all variables, for a file that has nothing else.
+
+        Raises:
+            SpecError: One with flags has no value.
+        """
+        return [
+            (self._lines[key], _words(value or f"${key}", self._lines[key], self._name))
+            for key, value in self._variables.items()
+            if value is None or "--" in value
+        ]
+
+    def _filled(self, line: str) -> str:
+        """Return a line with the values of variables, and with $_ for what commands print."""
+        body = line.replace("\n", " ").strip()
+        for _ in range(_MOST_ROUNDS):
+            body, count = _COMPUTED.subn("$_", body)
+            if not count:
+                break
+        body = re.sub(r'"(\$\{\w+\[@\]\})"', r"\1", _REDIRECTION.sub(" ", body))
+
+        def value_of(found: re.Match[str]) -> str:
+            key = found[1] or found[3]
+            if key not in self._variables:
+                return found[0] if found[2] is None else found[2]
+            value = self._variables[key]
+            return found[0] if value is None else value
+
+        filled = _NAME.sub(value_of, body)
+        return filled if len(filled) <= _MOST_LETTERS else body
+
+    def _read_statement(self, number: int, words: list[str], *, is_sure: bool) -> None:
+        while words and words[0] in _KEYWORDS:
+            words = words[1:]
+        if not words:
+            return
+        self._depth += (words[0] in _OPENS) - (words[0] in _CLOSES)
+        is_sure = is_sure and self._depth == 0
+        if not is_sure:
+            for key in _SETS_INSIDE.findall(" ".join(words)):
+                self._set(key, None, number)
+        is_declared = words[0] in _DECLARE
+        while words and (words[0] in _DECLARE or (is_declared and words[0].startswith("-"))):
+            words = words[1:]
+        while words and (found := _SET.fullmatch(words[0])) is not None:
+            key, plus, value = found.groups()
+            words = words[1:]
+            if value.startswith("("):
+                parts = [value[1:]]
+                while words and not parts[-1].endswith(")"):
+                    parts.append(words[0])
+                    words = words[1:]
+                parts[-1] = parts[-1].removesuffix(")")
+                value = " ".join(shlex.quote(part) for part in parts if part)
+                plus = plus and " "
+            if words and not is_declared and not _SET.fullmatch(words[0]):
+                break  # It is set for one command only.
+            if is_sure:
+                old = self._variables.get(key, "") if plus else ""
+                new = None if old is None else f"{old}{plus.strip('+')}{value}"
+                self._set(key, new, number)
+        if any(_FLAG.fullmatch(word) for word in words):
+            self._add_command(number, words)
+
+    def _set(self, key: str, value: str | None, number: int) -> None:
+        self._variables[key] = value
+        self._lines[key] = number
+
+    def _add_command(self, number: int, words: list[str]) -> None:
+        if words[0].startswith("--"):  # Flags on lines of their own are one command.
+            if self._bare is None:
+                self._bare = []
+                self.commands.append((number, self._bare))
+            self._bare += words
+            return
+        start = next((at for at, word in enumerate(words) if _STARTS.fullmatch(word)), 0)
+        self.commands.append((number, words[start:]))
 
 
 def _place(text: str, flag: str) -> tuple[int, int]:
@@ -77,31 +204,7 @@ def _joined(text: str) -> list[tuple[int, str]]:
     return [*out, (first, current)] if current.strip() else out
 
 
-def _variables(lines: list[tuple[int, str]]) -> dict[str, str]:
-    variables = dict[str, str]()
-    for _, line in lines:
-        found = _SET.fullmatch(line.rstrip("\n")) or re.match(_SET, line.replace("\n", " "))
-        if found is not None:
-            value = found[2].strip()
-            value = value[1:-1] if value[:1] == "(" and value[-1:] == ")" else value
-            if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
-                value = value[1:-1]
-            if "$(" not in value and "`" not in value:
-                variables[found[1]] = value
-    return variables
-
-
-def _words(line: str, number: int, name: str, variables: dict[str, str]) -> list[str]:
-    body = line.replace("\n", " ").strip()
-    for _ in range(_MOST_ROUNDS):
-        filled = _NAME.sub(
-            lambda found: variables.get(found[1] or found[3], found[2] or found[0]), body
-        )
-        if filled == body or len(filled) > 10**6:
-            break
-        body = filled
-    if body.startswith("(") and body.endswith(")"):
-        body = body[1:-1]
+def _words(body: str, number: int, name: str) -> list[str]:
     try:
         lexer = shlex.shlex(body, posix=True, punctuation_chars=";&|<>")
         lexer.whitespace_split, lexer.commenters = True, ""
@@ -111,26 +214,27 @@ def _words(line: str, number: int, name: str, variables: dict[str, str]) -> list
         raise SpecError(Problem(what, Origin(name, "", number, 1), "close the quote")) from None
 
 
-def _read_words(words: list[str], flags: dict[str, Any]) -> None:
-    """Read the flags of one command; those of another command behind `;` or `|` are its own."""
-    flag = ""
+def _read_words(words: list[str], flags: dict[str, Any], origin: Origin) -> None:
+    """Read the flags of one command."""
+    flag, is_short = "", False
     for word in words:
+        takes_word = is_short or (flag and flags[flag] is True)
+        is_short = False
         if _FLAG.fullmatch(word):
             flag, equals, value = word.lstrip("-").partition("=")
             flag = flag.replace("-", "_")
             flags[flag] = _scalar(value) if equals else True
             flag = "" if equals else flag
-        elif re.fullmatch(r"[;&|<>]+", word) or word.endswith(".py") or _is_short_flag(word):
-            flag = ""
+        elif not takes_word and re.fullmatch(r"\$[^/]*|--\S*\s.*", word, re.DOTALL):
+            what = f"nothing in the file says which flags are in {word[:60]}"
+            fix = "write the flags out, or set the variable once, outside if and loops"
+            raise SpecError(Problem(what, origin, fix))
+        elif re.fullmatch(r"[<>&]+|-[A-Za-z][\w-]*", word) or word.endswith(".py"):
+            flag, is_short = "", word.startswith("-")
         elif flag:
             old = flags[flag]
             new = _scalar(word)
             flags[flag] = new if old is True else [*(old if isinstance(old, list) else [old]), new]
-
-
-def _is_short_flag(word: str) -> bool:
-    """Return True for a flag such as -m, which is of the launcher."""
-    return re.fullmatch(r"-[A-Za-z]", word) is not None
 
 
 def _scalar(word: str) -> Any:

@@ -90,19 +90,25 @@ def settle_fsdp(draft: Draft) -> None:
     draft.pop("wrap", "blocks are FSDP units of a plan in any case")
     statement = draft.facts.get("strategy")
     words_of = " ".join(statement.sources) if statement else ""
-    is_hybrid = statement is not None and statement.value.startswith("hybrid")
+    strategy = "" if statement is None else statement.value
+    is_hybrid = strategy.startswith("hybrid")
     is_stated = "sharding_strategy" in words_of or words_of.startswith("fsdp: ")
     if version == 2 and is_hybrid and is_stated:
         what = f"{words_of}: version 2 ignores HYBRID_SHARD and runs plain FSDP on all ranks"
         fix = "state dp_replicate and dp_shard sizes, write version 1, or remove the key"
         draft.problems.append(Problem(what, draft.origin("strategy"), fix))
+    elif version == 2 and "sharding_strategy" in words_of and strategy != "full_shard":
+        what = f"{words_of}: version 2 ignores it and shards parameters, gradients and state"
+        way = {"zero2": "write reshard_after_forward: false instead",
+               "ddp": "train without FSDP for replicas"}[strategy]  # fmt: skip
+        draft.problems.append(Problem(what, draft.origin("strategy"), f"{way}, or version 1"))
     elif is_hybrid and is_stated:
         draft.notes.append(
             "HYBRID_SHARD is kept: shards within a node, replicas across nodes. (accelerate "
             "to-fsdp2 turns it into plain FSDP on all ranks unless parallelism_config has "
             "dp_replicate_size.)"
         )
-    elif statement is not None and statement.value == "ddp" and is_stated:
+    elif strategy == "ddp" and is_stated:
         draft.notes.append("NO_SHARD is ddp: whole parameters on every rank.")
     reduce_as_computed(draft)
 

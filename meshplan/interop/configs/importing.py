@@ -49,6 +49,7 @@ class ConfigTool:
             returns why some cannot be said, by name.
         dump: The text of a file from a tree of plain values.
         implied: Facts that follow from others whenever this tool runs.
+        assumed: Facts that hold if the file says nothing of their name.
         outside: Beginnings of facts that the tool leaves to the training program.
         tp_plan: What an import takes for tensor parallelism if the file says only how many ranks.
         counts_microbatches: True if the tool's microbatch goes through a pipeline by itself, and
@@ -69,6 +70,7 @@ class ConfigTool:
     always: tuple[str, ...] = ()
     grafts: tuple[str, ...] = ()
     implied: tuple[str, ...] = ()
+    assumed: Mapping[str, Any] = field(default_factory=dict)
     outside: tuple[str, ...] = ("batch.seq_len",)
     tp_plan: str = "auto"
     counts_microbatches: bool = True
@@ -204,12 +206,12 @@ def _recognise(
         parsed = trees[each.parse]
         if parsed is not None and isinstance(parsed.data, dict) and each.recognises(parsed):
             return each, parsed
-    if errors and not any(trees.values()):
-        raise errors[0]
     for parsed in filter(None, trees.values()):
         if isinstance(parsed.data, dict) and {"version", "strategy"} <= parsed.data.keys():
             fix = "meshplan export writes the file of another tool from it"
             raise SpecError(Problem("this is a plan already", Origin(path), fix))
+    if errors:
+        raise errors[0]
     what = "no tool has a configuration file like this"
     fix = f"name the tool with --from, or the right file; {_looked_for(tools)}"
     raise SpecError(Problem(what, Origin(path), fix))

@@ -216,7 +216,7 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
           "logging_batch_size_per_gpu logging_level loss_scale initial_scale_power "
           "loss_scale_window hysteresis min_loss_scale load_full_weights "
           "exclude_frozen_parameters", _S),
-    *within("trainer.strategy.init_args.config", deepspeed.ROWS),
+    *within("trainer.strategy.init_args.config", deepspeed.NESTED_ROWS),
     *skip("the Trainer's own parts", "accelerator parallel_devices cluster_environment "
           "checkpoint_io precision_plugin process_group_backend timeout", _S),
 )  # fmt: skip
@@ -290,7 +290,6 @@ def settle(draft: Draft, root: PlanValue) -> None:
         reduce_as_computed(draft)
     elif kind == "deepspeed":
         deepspeed.settle(draft, root)
-        reduce_as_computed(draft)
     if draft.get("strategy") != "ddp":
         for name in [each for each in draft.facts if each.startswith("ddp.")]:
             draft.pop(name, "it is an option of DistributedDataParallel only")

@@ -80,15 +80,16 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
             "rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed"),
     # Precision
     say("bf16", "precision", flag(mixed("bfloat16"))),
-    say("fp16", "precision", flag(mixed("float16"))),
+    say("fp16", "precision", flag(mixed("float16", "float16")),
+        "gradients in float16 too without accumulate_allreduce_grads_in_fp32"),
     say("mixed_precision", "precision", words({
-        "bf16_mixed": mixed("bfloat16"), "16-mixed": mixed("float16"),
-        "fp16_mixed": mixed("float16"), "bf16-mixed": mixed("bfloat16")},
+        "bf16_mixed": mixed("bfloat16"), "16-mixed": mixed("float16", "float16"),
+        "fp16_mixed": mixed("float16", "float16"), "bf16-mixed": mixed("bfloat16")},
         Refusal("no plan trains in fp8 or below yet; use bf16_mixed")), is_written=False),
     say("grad_reduce_in_bf16", "precision.reduce", flag("bfloat16"), "gradients in bfloat16"),
-    say("grad_reduce_in_fp32", "precision.reduce", flag("float32"), is_written=False),
-    say("accumulate_allreduce_grads_in_fp32", "precision.reduce", flag("float32"),
-        is_written=False),
+    say("grad_reduce_in_fp32", "precision.reduce", flag("float32", "param"),
+        "false reduces in the dtype of the parameters", is_written=False),
+    say("accumulate_allreduce_grads_in_fp32", "precision.reduce", flag("float32", "param")),
     *refuse("no plan trains in fp8 or below yet; use bf16", "fp8 fp8_format fp8_param "
             "fp8_param_gather fp8_recipe fp4 fp4_recipe fp4_param fp4_format "
             "fp8_dot_product_attention fp8_multi_head_attention activation_func_fp8_input_store "
@@ -234,12 +235,12 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
           "lr_wsd_decay_style lr_wsd_decay_iters weight_decay start_weight_decay end_weight_decay "
           "weight_decay_incr_style adam_beta1 adam_beta2 adam_eps sgd_momentum decoupled_lr "
           "decoupled_min_lr use_checkpoint_opt_param_scheduler override_opt_param_scheduler "
-          "override_opt_param_scheduler seed data_parallel_random_init data_path split "
+          "seed data_parallel_random_init data_path split "
           "data_cache_path train_data_path valid_data_path test_data_path mock_data tokenizer_type "
           "tokenizer_model tokenizer_name_or_path vocab_file merge_file vocab_extra_ids "
           "reset_position_ids reset_attention_mask eod_mask_loss num_workers dataloader_type "
           "num_dataset_builder_threads no_mmap_bin_files blend blend_per_split sequence_length "
-          "dataloader_type create_attention_mask_in_dataloader path_to_cache random_seed "
+          "create_attention_mask_in_dataloader path_to_cache random_seed "
           "no_create_attention_mask_in_dataloader eval_iters eval_interval skip_train "
           "log_interval log_throughput log_params_norm log_num_zeros_in_grad log_progress "
           "log_timers_to_tensorboard log_validation_ppl_to_tensorboard log_memory_to_tensorboard "
@@ -270,9 +271,16 @@ class _MegatronTable(ConfigTable):
         return path not in ("optimizer", "mixed_precision") and super().covers(path)
 
 
+_STATED: Final = {row.path for row in ROWS if row.verdict == "honoured"}
+
+
 def parse(text: str, name: str) -> PlanValue:
     """Return the flags of a script, or the sections of a YAML."""
-    return parse_any(text, name) if name.endswith((".yaml", ".yml")) else parse_flags(text, name)
+    return (
+        parse_any(text, name)
+        if name.endswith((".yaml", ".yml"))
+        else parse_flags(text, name, _STATED)
+    )
 
 
 _FLAGS: Final = ("tensor_model_parallel_size", "pipeline_model_parallel_size",
@@ -305,6 +313,15 @@ def settle(draft: Draft, root: PlanValue) -> None:
         draft.facts["strategy"] = StatedFact("zero1", shards.sources, shards.origin)
     else:
         draft.facts["strategy"] = StatedFact("ddp", ("without use_distributed_optimizer",))
+    for name, flag_, counts in (
+        ("sharding", "use_megatron_fsdp", is_fsdp), ("keeps_whole", "use_torch_fsdp2", is_torch)
+    ):  # fmt: skip
+        if not counts:
+            draft.moved.pop(name)
+            draft.pop(name, f"it decides nothing without {flag_}")
+    if draft.get("precision.reduce") == "param":
+        param = draft.get("precision", {}).get("param", "float32")
+        draft.set("precision.reduce", param)
     for name in ("shards_optimizer", "sharding", "is_fsdp", "is_torch_fsdp", "keeps_whole"):
         draft.pop(name)
     layers, per_stage = draft.get("num_layers"), draft.get("layers_per_stage")
@@ -337,12 +354,14 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
         facts.pop("strategy")
     precision = facts.get("precision")
     if isinstance(precision, dict) and precision.get("param") in ("bfloat16", "float16"):
-        if precision == mixed(precision["param"], "bfloat16"):
-            facts["precision.reduce"] = "bfloat16"
-            facts["precision"] = mixed(precision["param"])
+        other = {"bfloat16": "bfloat16", "float16": "float32"}[precision["param"]]
+        if precision == mixed(precision["param"], other):
+            facts["precision.reduce"] = other
+            facts["precision"] = mixed(
+                precision["param"], "float32" if other == "bfloat16" else "float16"
+            )
     elif precision == mixed("float32"):
         facts.pop("precision")
-        whys.pop("precision", None)
     schedule = facts.pop("pipeline.schedule", "1F1B")
     if schedule != ("Interleaved1F1B" if facts.get("pipeline.virtual", 1) > 1 else "1F1B"):
         whys["pipeline.schedule"] = "it has 1F1B, and Interleaved1F1B with virtual stages"
@@ -374,4 +393,5 @@ TOOL: Final = ConfigTool(
     unsettle=unsettle,
     dump=dump,
     implied=("strategy", "pipeline.schedule"),
+    assumed={"precision": mixed("float32")},
 )

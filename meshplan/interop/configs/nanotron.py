@@ -31,7 +31,8 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
     say(f"{_P}dp", "data_ranks", whole(), "data-parallel ranks"),
     say(f"{_P}pp", "mesh.pp", whole(), none=1),
     say(f"{_P}tp", "mesh.tp", whole(), none=1),
-    say(f"{_P}expert_parallel_size", "mesh.ep", whole()),
+    *refuse("it multiplies the ranks there, and is lent by another axis in a plan: write "
+            "mesh: {ep: N in dp_shard}", "expert_parallel_size", _P, harmless=(1,)),
     say(f"{_P}context_parallel_size", "mesh.cp", whole()),
     say(f"{_P}pp_engine", "pipeline.schedule", words({"1f1b": "1F1B", "afab": "GPipe"})),
     say(f"{_P}tp_mode", "sequence_parallel", words({"REDUCE_SCATTER": True, "ALL_REDUCE": ABSENT})),
@@ -89,6 +90,8 @@ def settle(draft: Draft, root: PlanValue) -> None:
         whole_ = {"param": dtype, "reduce": dtype, "master": dtype}
         draft.set("precision", mixed(dtype) if keeps else whole_, after="dtype")
         draft.pop("dtype")
+    if draft.get("mesh.pp", 1) > 1 and "pipeline.schedule" not in draft.facts:
+        draft.set("pipeline.schedule", "GPipe", f"{_P}pp_engine is afab if left out")
     if draft.get("pipeline.schedule") == "1F1B":
         draft.pop("pipeline.schedule", "1F1B is what a plan assumes")
 
@@ -100,6 +103,10 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
     if strategy not in ("ddp", "zero1"):
         whys["strategy"] = "it shards the optimizer state at most: zero1"
         facts.pop("strategy", None)
+    if facts.get("mesh.pp", 1) > 1:
+        facts.setdefault("pipeline.schedule", "1F1B")
+    if facts.get("mesh.ep", 1) > 1:
+        whys["mesh.ep"] = "its expert ranks multiply the others instead of being among them"
     facts["data_ranks"] = facts.get("mesh.dp_shard", 1) * facts.get("mesh.dp_replicate", 1)
     precision = facts.pop("precision", None)
     if precision is not None:

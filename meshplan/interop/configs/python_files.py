@@ -49,13 +49,44 @@ def parse_python(text: str, name: str) -> PlanValue:
                 what = f"**{ast.unparse(node.value)[:40]} has arguments that are not in the call"
                 raise SpecError(Problem(what, origin, "write them out: no code is run here"))
         data = _arguments(call, "", places)
-    for node in ast.walk(scope):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            path = _attribute_path(node.targets[0])
-            if path:
-                _put(data, path, _value(node.value, ".".join(path), places))
-                places[".".join(path)] = (node.lineno, node.col_offset + 1)
+    _assign(tree, scope, data, places, name)
     return placed(data, name, places)
+
+
+def _assign(
+    tree: ast.Module, scope: ast.AST, data: dict[str, Any], places: dict[str, tuple[int, int]],
+    name: str,
+) -> None:  # fmt: skip
+    """Follow the assignments of the function itself, and refuse those that may not happen.
+
+    Raises:
+        SpecError: One is in another function, under a condition, or uses the old value.
+    """
+    own = set(map(id, getattr(scope, "body", [])))
+    inside = set(map(id, ast.walk(scope)))
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        path = _attribute_path(targets[0])
+        if isinstance(node, ast.Assign) and len(targets) == 1 and path and id(node) in own:
+            _put(data, path, _value(node.value, ".".join(path), places))
+            places[".".join(path)] = (node.lineno, node.col_offset + 1)
+            continue
+        changed = [
+            each for target in targets for each in ast.walk(target)
+            if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+            and len(_attribute_path(each)) >= (1 if id(node) in inside else 2)
+            and not ast.unparse(each).startswith(("self.", "cls."))
+        ]  # fmt: skip
+        if changed:
+            origin = Origin(name, "", node.lineno, node.col_offset + 1)
+            what = (
+                f"{ast.unparse(changed[0])[:60]} is not simply assigned in the function that "
+                "returns the configuration"
+            )
+            fix = "write it among the arguments of the configuration: no code is run here"
+            raise SpecError(Problem(what, origin, fix))
 
 
 def _config_of(scope: ast.AST) -> ast.Call | None:

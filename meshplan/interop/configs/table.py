@@ -239,8 +239,21 @@ class ConfigTable:
         return found
 
     def covers(self, path: str) -> bool:
-        """Return True if one row is about the value at a path as a whole, also if a mapping."""
-        return path in self._by_path or f"{path}.**" in self._by_path
+        """Return True if one row is about the value at a path as a whole, also if a mapping.
+
+        It is not if another row lies below the path, which would never be read.
+        """
+        is_named = path in self._by_path or f"{path}.**" in self._by_path
+        return is_named and path not in self._with_rows_below
+
+    @cached_property
+    def _with_rows_below(self) -> frozenset[str]:
+        """Paths above a row, except the section of which `section.**` says everything."""
+        above = set[str]()
+        for row in self.rows:
+            parts = row.path.removesuffix(".**").split(".")
+            above |= {".".join(parts[:count]) for count in range(1, len(parts))}
+        return frozenset(above)
 
     def nearest(self, path: str) -> str | None:
         """Return the most similar known key: beside the unknown one if there is one, else any."""

@@ -38,7 +38,7 @@ _UNCLIPPED: Final = 1e10
 """torchtitan always clips: at a norm that no gradient has."""
 _OWN: Final = "the training program decides it, not the parallelism"
 _BUDGET: Final = Refusal("a memory budget is not available: use selective, full, or meshplan plan")
-_MOVED: Final = "older files have it under training or experimental"
+_FP8: Final = "no plan trains in fp8 or below yet"
 
 
 def _split() -> Translation:
@@ -130,11 +130,14 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
         "of the parameters that the optimizer updates"),
     say(f"{_T}enable_cpu_offload", "offload.params", flag()),
     *skip(_OWN, "steps gc_freq gc_debug disable_cuda_graphs dataset dataset_path data_parallel "
-          "enable_fp8_linear deterministic seed warmup_steps", _T),
+          "deterministic seed warmup_steps", _T),
+    *refuse(_FP8, "enable_fp8_linear", _T),
     say(f"{_T}compile", "compile", flag(), is_written=False),
     *_degrees(_T, is_written=False),
     *_degrees("experimental.", is_written=False),
-    *skip(_MOVED, "custom_import custom_args_module enable_async_tensor_parallel", "experimental."),
+    *skip(_OWN, "custom_import custom_args_module enable_compiled_autograd", "experimental."),
+    *refuse("async tensor parallelism is not available", "enable_async_tensor_parallel",
+            "experimental."),
     # Recomputation
     say(f"{_A}class", "recompute", words({
         "none": "none", "FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": _BUDGET})),
@@ -160,13 +163,14 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
         is_written=False),
     *skip("give it to the optimizer that you make", "optimizer optimizer.**"),
     # The rest
-    *refuse("no plan trains in fp8 or below yet", "float8.** mx.** quantize.**"),
+    *refuse(_FP8, "float8.** mx.** quantize.**"),
+    *refuse(_FP8, "converters", "model.", harmless=([],)),
     *skip("ranks are watched, and end together, without it", "comm.** fault_tolerance.**"),
     *skip("meshplan.save writes states that load under any plan", "checkpoint.**"),
     *skip("meshplan estimate does so without a GPU", "memory_estimation.**"),
     *skip(_OWN, "job.** profiling.** profiler.** metrics.** model.** lr_scheduler lr_scheduler.** "
           "dataloader dataloader.** validation.** validator validator.** debug.** tokenizer "
-          "tokenizer.** experimental.** override.** loss loss.** model_spec hf_assets_path "
+          "tokenizer.** override.** loss loss.** model_spec hf_assets_path "
           "dump_folder module config metrics profiler checkpoint comm"),
     *skip("meshplan launch, or torchrun, starts the ranks", "rdzv_backend rdzv_endpoint "
           "local_ranks_filter role tee log_dir m job.config_file"),
@@ -174,6 +178,7 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
     say("nnodes", "hardware.nodes", whole(), "of torchrun", is_written=False),
 )  # fmt: skip
 
+_STATED: Final = {row.path for row in ROWS if row.verdict == "honoured"}
 _SECTIONS: Final = ("parallelism", "activation_checkpoint", "training")
 
 
@@ -188,7 +193,7 @@ def parse(text: str, name: str) -> PlanValue:
             none = PlanValue(data="none", origin=recompute.origin, text="none", key=recompute.key)
             root.data["activation_checkpoint"] = replace(recompute, data={"class": none})
         return root
-    root = parse_flags(text, name)
+    root = parse_flags(text, name, _STATED)
     for path in [path for path in root.data if "." in path]:
         value, here = root.data.pop(path), root
         *parents, last = path.split(".")
@@ -228,6 +233,12 @@ def settle(draft: Draft, root: PlanValue) -> None:
         shards = world // (model * replicas)
     after = "mesh.dp_shard" if "mesh.dp_shard" in draft.facts else "mesh.dp_replicate"
     source = f"{_P}data_parallel_shard_degree: {'-1' if shards is None else shards}"
+    cp = draft.get("mesh.cp", 1)
+    if shards == 1 and cp > 1:
+        what = f"{source} beside context_parallel_degree {cp}: parameters are sharded over cp alone"
+        origin = draft.origin("mesh.dp_shard") or draft.origin("mesh.cp")
+        fix = f"a plan shards over dp_shard: state the degree {cp} there and remove that of cp"
+        draft.problems.append(Problem(what, origin, fix))
     if shards == 1:
         draft.set("strategy", "ddp", source, after)
         draft.pop("mesh.dp_shard", "1 is what a plan assumes of dp_shard")
@@ -240,6 +251,8 @@ def settle(draft: Draft, root: PlanValue) -> None:
     if is_fused and draft.get("optimizer") in ("adamw", "adam"):
         draft.set("optimizer", f"{draft.get('optimizer')}_fused")
     draft.moved["is_fused"] = "optimizer"
+    because = "the summed loss is divided by the targets of all ranks"
+    draft.facts["loss"] = StatedFact("tokens", (because,))
     if draft.get("mesh.tp", 1) == 1:
         draft.pop("loss_parallel")
 
@@ -293,6 +306,10 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
         facts.pop("strategy")
     elif strategy != "ddp":
         facts["reshard"] = "never" if strategy.endswith("zero2") else "always"
+    elif facts.get("mesh.cp", 1) > 1:
+        whys["strategy"] = "it shards parameters over cp even with one rank of dp_shard"
+    if facts.setdefault("loss", "mean") != "tokens":
+        whys["loss"] = "it divides the summed loss by the targets of all ranks: tokens"
     if facts.get("mesh.cp", 1) > 1 and facts.get("context.attention") == "all_to_all":
         whys["context.attention"] = "its context parallelism gathers keys and values"
     facts.pop("context.attention", None)
@@ -370,7 +387,7 @@ TOOL: Final = ConfigTool(
     always=("training", "parallelism"),
     unsettle=unsettle,
     dump=dump,
-    implied=("strategy",),
+    implied=("strategy", "loss"),
     outside=("optimizer",),
     counts_microbatches=False,
 )

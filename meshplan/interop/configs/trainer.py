@@ -113,8 +113,8 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
     say("torch_compile", "compile", flag()),
     *refuse("blocks are compiled with inductor and its defaults",
             "torch_compile_backend torch_compile_mode", harmless=("inductor", "default")),
-    say("average_tokens_across_devices", "loss", flag("tokens"),
-        "the mean over the targets of all ranks"),
+    say("average_tokens_across_devices", "loss", flag("tokens", "mean"),
+        "the mean over the targets of all ranks", default=True, none=False),
     say("ddp_find_unused_parameters", "ddp.find_unused_parameters", flag(True, False)),
     say("ddp_bucket_cap_mb", "ddp.bucket_mb", positive()),
     say("ddp_broadcast_buffers", "ddp.broadcast_buffers", flag(True, False)),
@@ -129,7 +129,7 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
     *refuse("blocks are units, whatever their size", "fsdp_min_num_params", harmless=(0,)),
     *refuse("write it under fsdp_config: transformer_layer_cls_to_wrap",
             "fsdp_transformer_layer_cls_to_wrap"),
-    *within("deepspeed", deepspeed.ROWS),
+    *within("deepspeed", deepspeed.NESTED_ROWS),
     say("parallelism_config.dp_replicate_size", "mesh.dp_replicate", whole()),
     say("parallelism_config.dp_shard_size", "mesh.dp_shard", whole()),
     say("parallelism_config.tp_size", "mesh.tp", whole()),
@@ -156,7 +156,10 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
           "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order "
           "accelerator_config accelerator_config.** remove_unused_columns label_names "
           "train_sampling_strategy length_column_name group_by_length ignore_data_skip "
-          "split_batches dispatch_batches"),
+          "dispatch_batches"),
+    *refuse("per_device_train_batch_size is then of all ranks together: set it to false, and "
+            "divide the batch by the number of ranks", "accelerator_config.split_batches "
+            "split_batches"),
     *skip("meshplan.save writes states that load under any plan", "save_only_model save_strategy "
           "save_steps save_on_each_node save_total_limit save_safetensors enable_jit_checkpoint "
           "resume_from_checkpoint load_best_model_at_end metric_for_best_model greater_is_better "
@@ -209,13 +212,10 @@ def settle(draft: Draft, root: PlanValue) -> None:
     data = root.data
     is_deepspeed = "deepspeed" in data and bool(data["deepspeed"].data)
     if "distributed_config" in data or set(data) <= _FIELDS:
-        for name in ("batch.micro", "clip_grad_norm", "optimizer"):  # Those of the Trainer.
+        for name in ("batch.micro", "clip_grad_norm", "optimizer", "loss"):  # Those of the Trainer.
             if name in draft.facts and draft.facts[name].is_default:
                 draft.pop(name)
     if is_deepspeed:
-        precision = draft.get("precision")
-        if precision is not None:
-            draft.set("precision", {**precision, "reduce": precision["param"]})
         deepspeed.settle(draft, root)
     elif fsdp_words:
         _settle_words(draft, fsdp_words, data["fsdp"])
@@ -315,7 +315,7 @@ TOOL: Final = ConfigTool(
     prepare=prepare,
     settle=settle,
     always=("",),
-    grafts=("deepspeed", "fsdp_config"),
+    grafts=("deepspeed", "fsdp_config", "accelerator_config"),
     unsettle=unsettle,
     dump=dump,
     tp_plan="hf",
