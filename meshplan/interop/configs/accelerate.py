@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-import yaml
-
 from meshplan.errors import Problem, SpecError
 from meshplan.interop.configs import deepspeed
 from meshplan.interop.configs.fsdp import HYBRID, fsdp_rows, settle_fsdp, unsettle_fsdp
@@ -28,6 +26,7 @@ from meshplan.interop.configs.table import (
     within,
     words,
 )
+from meshplan.interop.configs.texts import dump_yaml
 from meshplan.spec.values import PlanValue
 
 _BLOCKS: Final = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config",
@@ -215,11 +214,6 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
     return whys
 
 
-def dump(tree: object) -> str:
-    """Return a tree as YAML."""
-    return yaml.safe_dump(tree, sort_keys=False)
-
-
 TOOL: Final = ConfigTool(
     name="accelerate",
     title="accelerate",
@@ -231,7 +225,7 @@ TOOL: Final = ConfigTool(
     settle=settle,
     grafts=("deepspeed_config.deepspeed_config_file",),
     unsettle=unsettle,
-    dump=dump,
+    dump=dump_yaml,
     tp_plan="hf",
     implied=("strategy", "context.attention"),
     outside=("batch.", "optimizer", "clip_grad_norm"),

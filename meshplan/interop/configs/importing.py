@@ -79,7 +79,7 @@ class ConfigTool:
 @shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranslatedKey:
-    """What became of one key of a file.
+    """A key of a file, and what became of it.
 
     Args:
         key: Dotted path in the file.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-import yaml
-
 from meshplan.errors import Problem
 from meshplan.interop.configs import deepspeed
 from meshplan.interop.configs.fsdp import SHARDING, reduce_as_computed, unsettle_fsdp
@@ -29,6 +27,7 @@ from meshplan.interop.configs.table import (
     within,
     words,
 )
+from meshplan.interop.configs.texts import dump_yaml
 from meshplan.spec.values import PlanValue
 
 _T: Final = "trainer."
@@ -345,11 +344,6 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
     return whys
 
 
-def dump(tree: Any) -> str:
-    """Return a tree as YAML of LightningCLI."""
-    return yaml.safe_dump(tree, sort_keys=False)
-
-
 TOOL: Final = ConfigTool(
     name="lightning",
     title="Lightning",
@@ -361,7 +355,7 @@ TOOL: Final = ConfigTool(
     settle=settle,
     grafts=("trainer.strategy.init_args.config",),
     unsettle=unsettle,
-    dump=dump,
+    dump=dump_yaml,
     implied=("strategy",),
     outside=("batch.micro", "batch.global", "batch.seq_len", "optimizer"),
     counts_microbatches=False,

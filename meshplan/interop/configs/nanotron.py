@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
-
-import yaml
+from typing import Final
 
 from meshplan.interop.configs.importing import ConfigTool
 from meshplan.interop.configs.statements import Draft, Facts, mixed
@@ -22,6 +20,7 @@ from meshplan.interop.configs.table import (
     whole,
     words,
 )
+from meshplan.interop.configs.texts import dump_yaml
 from meshplan.spec.values import PlanValue
 
 _P: Final = "parallelism."
@@ -127,11 +126,6 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
     return whys
 
 
-def dump(tree: Any) -> str:
-    """Return a tree as YAML."""
-    return yaml.safe_dump(tree, sort_keys=False)
-
-
 TOOL: Final = ConfigTool(
     name="nanotron",
     title="nanotron",
@@ -141,6 +135,6 @@ TOOL: Final = ConfigTool(
     recognises=recognises,
     settle=settle,
     unsettle=unsettle,
-    dump=dump,
+    dump=dump_yaml,
     implied=("mesh.dp_shard", "mesh.dp_replicate", "precision", "context.attention"),
 )

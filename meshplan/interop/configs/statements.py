@@ -1,4 +1,4 @@
-"""What the keys of a file state together: facts with their sources, and how they make a plan.
+"""Facts that the keys of a file state together, with their sources, and the plan made of them.
 
 A fact has the name of the plan's key, such as `batch.micro`. Besides there are
 `world_size` (all ranks), `precision.reduce` (beside `precision`, a mapping of dtypes by role),

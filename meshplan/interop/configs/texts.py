@@ -10,6 +10,8 @@ import re
 import tomllib
 from typing import Any, Final
 
+import yaml
+
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.files import read_bytes
 from meshplan.spec.reader import compose_yaml
@@ -124,3 +126,8 @@ def placed(data: Any, name: str, places: dict[str, tuple[int, int]]) -> PlanValu
         )
 
     return convert(data, "", 0)
+
+
+def dump_yaml(tree: object) -> str:
+    """Return a tree of plain values as YAML, in its own order of keys."""
+    return yaml.safe_dump(tree, sort_keys=False)

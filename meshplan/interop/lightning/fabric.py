@@ -207,7 +207,7 @@ class MeshplanFabricStrategy(PlannedRanks, ParallelStrategy):
         """Load a state that was saved under any plan into the objects of `state`.
 
         Returns:
-            What the state has beside them.
+            Values that the state has beside them.
         """
         state = {"model": state} if isinstance(state, nn.Module) else state or {}
         model, optimizer, rest = self._parts(state)

@@ -1,4 +1,4 @@
-"""What the strategies of Trainer and of Fabric share: plan, ranks and collectives."""
+"""The part that strategies of Trainer and of Fabric share: plan, ranks and collectives."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def load_checkpoint(
         strict: If False, names that only the state or only the network has are skipped.
 
     Returns:
-        What Lightning has saved beside weights and optimizers.
+        Values that Lightning saved beside weights and optimizers.
 
     Raises:
         StateError: It is no state, or not one of this network. Nothing has changed.

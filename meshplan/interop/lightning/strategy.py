@@ -48,8 +48,8 @@ from meshplan.runtime.watch.guard import guarded, was_reported
 class MeshplanStrategy(PlannedRanks, ParallelStrategy):
     """Trains a LightningModule under a plan: `Trainer(strategy=MeshplanStrategy("plan.yaml"))`.
 
-    What the Trainer leaves at its default is taken from the plan: precision, the norm at which
-    gradients are clipped, and the microbatches of a step. What both state must agree.
+    Settings that the Trainer leaves at their default are taken from the plan: precision, the norm
+    at which gradients are clipped, and the microbatches of a step. What both state must agree.
 
     Args:
         plan: A plan, as for `meshplan.parallelize`; None for the file that the environment variable

@@ -1,4 +1,4 @@
-"""What a recorded run measures in a few steps only: FLOPs, and the seconds of each module."""
+"""Measurements that a recorded run takes in few steps: FLOPs, and the seconds of each module."""
 
 from __future__ import annotations
 
