@@ -7,7 +7,7 @@ those modules have local shapes, and returns the recorded forward, which `assign
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 from meshplan.model.flow import Flow
@@ -37,6 +37,13 @@ class Rehearsal:
     attributes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     cut: frozenset[tuple[str, str | None]] = frozenset()
     gathered: frozenset[tuple[str, str | None]] = frozenset()
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """A value that is equal for equal rehearsals, and can be hashed."""
+        parts, attributes = frozenset(self.parts.items()), frozenset(self.attributes.items())
+        places = self.takes_part, self.leaves_part, self.cut, self.gathered
+        return self.size, parts, attributes, *places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,14 +12,20 @@ from collections.abc import Callable
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.answer.estimate import left_in_words
 from meshplan.planner.problem.decision import Bound, Decision, Evaluated, PlanRequest
+from meshplan.planner.problem.live_model import TpChoice
 from meshplan.planner.space.space import Rejected, UnsearchedError
 from meshplan.planner.tables.whole_plan import Costed
 
 
 def is_priced(request: PlanRequest) -> bool:
-    """Return True if a live model's plan can be priced as stated but not searched."""
+    """Return True if a live model's plan is priced as stated and not searched.
+
+    That is so if it cannot be searched, and if it has tp and leaves nothing to search.
+    """
     traced, spec = request.traced, request.read(())
-    return traced is not None and traced.is_priced(spec) and bool(traced.refuses(spec))
+    if traced is None or not traced.is_priced(spec):
+        return False
+    return (TpChoice.of(spec).size > 1 and not spec.free_fields) or bool(traced.refuses(spec))
 
 
 def price(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:

@@ -35,9 +35,10 @@ def why_not_allowed(trial: Spec, request: PlanRequest, chains: Chains) -> str:
     if traced is not None and (why := traced.refuses(trial)):
         return why
     try:
-        plan = make_plan(trial, few)
         if traced is not None:
+            traced.decide(trial)
             return ""
+        plan = make_plan(trial, few)
         problems = list(refusals(plan))
         if not problems and plan.mesh.size("tp") > 1:
             chains.of(plan)

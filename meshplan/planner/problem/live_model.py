@@ -5,12 +5,38 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Final, NamedTuple, Protocol
 
 from meshplan.cost.types import Chain
 from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.plan.plan import Plan
 from meshplan.spec.spec import Spec
+
+
+class TpChoice(NamedTuple):
+    """The choices of tensor parallelism that a block's costs and memory depend on.
+
+    Attributes:
+        size: Size of tp.
+        sequence_parallel: If True, tp shards activations along the sequence.
+        loss_parallel: If True, tp shards the loss along the vocabulary.
+    """
+
+    size: int = 1
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+
+    @classmethod
+    def of(cls, spec: Spec) -> TpChoice:
+        """Return the choices of a spec that states its mesh; `NO_TP` if tp is 1."""
+        size = spec.mesh.get("tp", 1) if isinstance(spec.mesh, Mapping) else 1
+        if not isinstance(size, int) or size == 1:
+            return NO_TP
+        return cls(size, spec.sequence_parallel, spec.loss_parallel)
+
+
+NO_TP: Final = TpChoice()
 
 
 class Priced(NamedTuple):
@@ -50,8 +76,18 @@ class Traced(Protocol):
                 something in it.
         """
 
-    def chain(self) -> Chain:
+    def decide(self, spec: Spec) -> Plan:
+        """Return the plan that a spec declares for the model.
+
+        Raises:
+            PlanError: The plan does not fit the model, or the forward cannot be recorded.
+        """
+
+    def chain(self, tp: TpChoice) -> Chain:
         """Return the costs of the blocks, and of the modules before and after them.
+
+        Args:
+            tp: The choice of tensor parallelism. The costs are those of one rank of tp.
 
         Raises:
             PlanError: The model cannot be traced.

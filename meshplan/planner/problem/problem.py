@@ -362,7 +362,7 @@ class PlanningProblem:
         """
         request, stated = self.request, self.stated(table, candidate, allocator)
         try:
-            plan = make_plan(request.read(overrides(stated)), self._graph)
+            plan = self._decided(request.read(overrides(stated)))
             links = self._truncated.links(plan)
             most = float("inf") if to_the_end else self.capacity - links
             memory = self._memory(plan, most, candidate)
@@ -391,6 +391,12 @@ class PlanningProblem:
             excess_bytes=excess,
             result=evaluated,
             is_of_row=self._is_of_row,
+        )
+
+    def _decided(self, spec: Spec) -> Plan:
+        """Return the plan that a spec without open fields declares for the model."""
+        return (
+            self._traced.decide(spec) if self._traced is not None else make_plan(spec, self._graph)
         )
 
     @cached_property

@@ -87,12 +87,17 @@ def module_state_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     The keys are (fqn of the module, name); the name of a tensor inside a container is its path.
     """
     out: dict[tuple[str, str], Any] = {}
+    # Many modules share one object without tensors, such as a config with hundreds of fields.
+    without: set[int] = set()
     for fqn, module in model.named_modules():
         for name, value in (*module._buffers.items(), *own_attributes(module).items()):
             if isinstance(value, _PLAIN):
                 out[fqn, name] = value
-            else:
-                out.update(((fqn, path), tensor) for path, tensor in tensors_in(value, name))
+            elif id(value) not in without:
+                found = {(fqn, path): tensor for path, tensor in tensors_in(value, name)}
+                if not found:
+                    without.add(id(value))
+                out |= found
     return out
 
 

@@ -8,18 +8,15 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from meshplan.errors import ApplyError, Origin, PlanError, SpecError
+from meshplan.errors import Origin, SpecError
 from meshplan.layout.hardware import SOME_GPU
 from meshplan.memory.log.events import EventLog
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.runtime.estimate.scale_down import ModelSource, model_of_source
 from meshplan.runtime.torch_private.fakes import fake_mode
 from meshplan.runtime.trace.constants import ConstantPropagation
-from meshplan.runtime.trace.inputs import find_example
-from meshplan.runtime.trace.ops import record
-from meshplan.runtime.trace.rehearse import rehearser
+from meshplan.runtime.trace.rehearse import recorded
 from meshplan.runtime.trace.structure import graph_of
-from meshplan.runtime.trace.trace_errors import alone_problem
 from meshplan.spec.spec import Spec
 
 
@@ -86,14 +83,8 @@ def decided_of(model: nn.Module, spec: Spec, origin: Origin | None) -> Plan:
     """
     if not spec.reads_flow:
         return make_plan(spec, graph_of(model))
-    inputs = find_example(model, spec)
-    try:
-        flow = record(model, inputs)
-    except ApplyError as error:
-        if isinstance(error.__cause__, Exception):
-            raise PlanError(alone_problem(error.__cause__, model, origin, inputs)) from None
-        raise PlanError(error.problems) from None
-    return make_plan(spec, graph_of(model, flow), rehearse=rehearser(model, inputs))
+    graph, rehearse = recorded(model, spec, origin)
+    return make_plan(spec, graph, rehearse=rehearse)
 
 
 def built_without_memory(source: ModelSource) -> nn.Module:

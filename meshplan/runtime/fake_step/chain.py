@@ -22,7 +22,7 @@ from meshplan.layout.mesh import UNIT_AXES
 from meshplan.memory.log.microbatch import HookKind, MicrobatchTrace
 from meshplan.plan.plan import Plan
 from meshplan.runtime.fake_step.costs import MicrobatchCosts
-from meshplan.runtime.fake_step.kernels import Counted, OperatorWork
+from meshplan.runtime.fake_step.kernels import OperatorWork
 
 FIRST: Final = ""
 LAST: Final = "loss"
@@ -81,7 +81,8 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
         forward = _tally([share[False, name] for share in plain], samples)
         backward = _tally([share[True, name] for share in plain], samples)
         pairs = zip(recomputed, plain, strict=True)
-        repeated = _tally([a[True, name].less(p[True, name]) for a, p in pairs], samples)
+        more = [a[True, name].less(p[True, name]) for a, p in pairs]
+        repeated, sent_again = _tally(more, samples), _sent(more, samples)
         numels, frozen = sizes[name]
         none = Tally()
         kind = BlockKind(
@@ -92,9 +93,9 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
             forward=forward,
             backward=backward,
             recompute=(none, none, repeated if name in order else none),
-            sent_forward=_NOTHING_SENT,
-            sent_backward=_NOTHING_SENT,
-            sent_recompute=(_NOTHING_SENT,) * 3,
+            sent_forward=_sent([share[False, name] for share in plain], samples),
+            sent_backward=_sent([share[True, name] for share in plain], samples),
+            sent_recompute=(*(_NOTHING_SENT,) * 2, sent_again if name in order else _NOTHING_SENT),
             saved_bytes=(kept[0], kept[0], kept[1]),
             transient_bytes=(0.0, 0.0, 0.0),
             boundary_bytes=0.0,
@@ -104,7 +105,7 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
     return replace(_chain(found, order), backward_bytes=backward_bytes)
 
 
-def chain_as_run(plan: Plan, counted: Counted) -> Chain:
+def chain_as_run(plan: Plan, counted: MicrobatchCosts) -> Chain:
     """Return the chain of a model from one microbatch that was counted under its plan.
 
     Recomputation is counted as backward. The bytes that blocks save for backward are 0, because
@@ -115,7 +116,7 @@ def chain_as_run(plan: Plan, counted: Counted) -> Chain:
         counted: The counts of one microbatch under the plan.
     """
     order = _order_run(counted)
-    sizes, shares = _numels(plan, order, counted.trained), _shares(counted, order)
+    sizes, shares = _numels(plan, order, counted.trace.gradients.keys()), _shares(counted, order)
     none, samples = Tally(), plan.micro or 1
     width = min(DTYPE_BYTES[dtype] for dtype in plan.assignment.compute_dtypes)
     found = []
@@ -228,7 +229,7 @@ def _order(trace: MicrobatchTrace, blocks: Collection[str]) -> list[str]:
     return list(dict.fromkeys(unit for unit in began if unit in blocks))
 
 
-def _order_run(counted: Counted) -> list[str]:
+def _order_run(counted: MicrobatchCosts) -> list[str]:
     """Return the blocks in the order in which they ran.
 
     A block that was left out is at the place of the equal block that ran instead.
@@ -239,9 +240,7 @@ def _order_run(counted: Counted) -> list[str]:
     return sorted(there, key=lambda block: at[counted.shown[block]])
 
 
-def _shares(
-    seen: MicrobatchCosts | Counted, order: Sequence[str]
-) -> Mapping[tuple[bool, str], OperatorWork]:
+def _shares(seen: MicrobatchCosts, order: Sequence[str]) -> Mapping[tuple[bool, str], OperatorWork]:
     """Return work by (True for backward, place of the chain).
 
     A block that was left out gets the work of the equal block that ran instead.
@@ -351,4 +350,27 @@ def _sent_of(done: OperatorWork, samples: int) -> Sent:
         all_reduce_bytes=done.all_reduce_bytes / samples,
         gathers=round(done.gathers),
         gather_bytes=done.gather_bytes / samples,
+    )
+
+
+def _sent(done: Sequence[OperatorWork], samples: int) -> Sent:
+    """Return the communication of tp: the number of collectives, and their bytes per sample.
+
+    Args:
+        done: Work of a microbatch with `samples` samples, and of one with `samples` + 1.
+        samples: Number of samples of the first microbatch.
+    """
+    one, two = done
+
+    def per_sample(name: str) -> float:
+        """Bytes of one sample; bytes that do not depend on the samples count in each of them."""
+        first, second = getattr(one, name), getattr(two, name)
+        slope = max(0.0, second - first)
+        return slope + max(0.0, float(first - samples * slope))
+
+    return Sent(
+        all_reduces=max(0, round(one.all_reduces)),
+        all_reduce_bytes=per_sample("all_reduce_bytes"),
+        gathers=max(0, round(one.gathers)),
+        gather_bytes=per_sample("gather_bytes"),
     )

@@ -8,17 +8,17 @@ are added later, by rules.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshplan.assign.base.types import Reason, Recompute, Unit
+from meshplan.assign.base.types import Reason, Recompute
 from meshplan.memory.log.events import Term
 from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.memory.repeat.repeat_blocks import RepeatedBlocks, repeat_blocks
@@ -30,11 +30,20 @@ from meshplan.runtime.apply.wrap import cast_parameters
 from meshplan.runtime.base.batch import as_arguments, mapped
 from meshplan.runtime.base.phases import begin, heard_by
 from meshplan.runtime.base.pytree import tensors_in
+from meshplan.runtime.fake_step.cuda_mode import Behaviour
 from meshplan.runtime.fake_step.equal_blocks import Edges, runs_of, short_plan, shortened, shown_of
+from meshplan.runtime.fake_step.hook_points import BlockRecorder
 from meshplan.runtime.fake_step.kernels import KernelCounter, OperatorWork, Where
-from meshplan.runtime.fake_step.microbatch import hook_points_of, note_state, trace_of, without_data
+from meshplan.runtime.fake_step.microbatch import (
+    Observer,
+    hook_points_of,
+    note_state,
+    trace_microbatch,
+    trace_of,
+    without_data,
+)
 from meshplan.runtime.fake_step.step import fake_single_rank, names_of
-from meshplan.spec.spec import ActivationCheckpointing, Precision
+from meshplan.spec.spec import ActivationCheckpointing
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 FULL = ActivationCheckpointing(mode="full")
@@ -53,6 +62,7 @@ class MicrobatchCosts:
         convolved: Share of the FLOPs that are convolutions, from 0 to 1.
         is_steady: If True, the model keeps nothing from one microbatch to the next.
         has_cast: If True, a unit changed the dtype of an input or output.
+        input_bytes: Most bytes of inputs that require grad, of any block.
     """
 
     trace: MicrobatchTrace
@@ -62,6 +72,13 @@ class MicrobatchCosts:
     convolved: float
     is_steady: bool
     has_cast: bool
+    input_bytes: int
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the whole model: all blocks, also those left out, and work outside of blocks."""
+        times = Counter(self.shown.values())
+        return sum(done.flops * times.get(at.block, 1) for at, done in self.done.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +132,7 @@ def watch(
             microbatches, so each needs to run only once.
     """
     plans = [with_recompute(plan, each.recomputed) for each in asks]
-    batches = {each.samples: _first(each.samples, (inputs, targets)) for each in asks}
+    batches = {each.samples: first_samples(each.samples, (inputs, targets)) for each in asks}
     runs = [] if plan.assignment.apply else runs_of(model, plans[0])
     others = {each.recomputed: other for each, other in zip(asks, plans, strict=True)}
     others.pop(asks[0].recomputed)
@@ -135,7 +152,58 @@ def watch(
     return _CostWatch(model, plans, batches, loss_fn, device, ()).all(asks, is_steady=is_steady)
 
 
-def _first(samples: int, batch: Any) -> Any:
+def watch_rank(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFn,
+    device: str,
+) -> MicrobatchCosts:
+    """Run a microbatch as rank 0 of a plan that may have tp, and return its record.
+
+    Args:
+        model: The unsharded model of one process, on any device. It is copied, and its values are
+            not read.
+        plan: A plan without pp and cp. Its recomputation is part of the microbatch.
+        inputs: Inputs of the microbatch.
+        targets: Targets of the same samples.
+        loss_fn: Maps the model's output and the targets to the loss.
+        device: Name of the device whose kernels are emulated, as for `fake_step`.
+
+    Raises:
+        ApplyError: This process is in a process group already.
+    """
+    blocks = plan.graph.blocks()
+    shown = shown_of(blocks, runs_of(model, plan))
+    is_whole = True
+
+    def make_counter(names: Mapping[nn.Module, str], behaviour: Behaviour) -> KernelCounter:
+        nonlocal is_whole
+        is_whole = set(blocks) <= set(names.values())
+        every = blocks if is_whole else shown.values()
+        return KernelCounter(names, behaviour, every, plan.mesh)
+
+    observer = Observer(make_counter, blocks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trace = trace_microbatch(model, plan, inputs, targets, loss_fn, 0, device, observer)
+    counter, recorder = observer.tracker, observer.block_recorder
+    assert isinstance(counter, KernelCounter)
+    return MicrobatchCosts(
+        trace=trace,
+        done=MappingProxyType(dict(counter.done)),
+        shown=MappingProxyType({block: block for block in blocks} if is_whole else shown),
+        unknown=frozenset(counter.unknown),
+        convolved=counter.convolved_share,
+        is_steady=False,
+        has_cast=recorder.has_cast,
+        input_bytes=recorder.input_bytes,
+    )
+
+
+def first_samples(samples: int, batch: Any) -> Any:
+    """Return the first samples of a nested batch, along dim 0 of every tensor."""
     return mapped(batch, lambda tensor: tensor[:samples])
 
 
@@ -178,13 +246,10 @@ class _CostWatch:
             self._tracker = KernelCounter(names, behaviour, self._shown().values())
             self._of_params = note_state(self._tracker, self._wrapped, ())
             self._recorder = hook_points_of(self._wrapped, self._plans[0], self._tracker)
-            self._watch_other_blocks()
-            self._taken: dict[str, tuple[int, ...]] = {}
-            for block in set(self._shown().values()):
-                # Registered after the unit's hooks, so that it sees inputs after the unit's cast.
-                fake_model.get_submodule(block).register_forward_pre_hook(
-                    partial(self._take, block), with_kwargs=True
-                )
+            shown = dict.fromkeys(self._shown().values())
+            self._block_recorder = BlockRecorder(
+                self._wrapped, self._plans[0], shown, self._tracker, self._recorder
+            )
             self._edges = [Edges(self._wrapped, run, self._tracker) for run in self._runs]
             alone = len(asks) == 1 and not is_steady
             found = self._each(asks, twice=alone)
@@ -194,17 +259,6 @@ class _CostWatch:
             if not is_steady and not alone:
                 found = self._each(asks, twice=True)
             return [replace(seen, is_steady=is_steady) for seen, _ in found]
-
-    def _watch_other_blocks(self) -> None:
-        """Record hook points also of blocks that are no units, since they may be recomputed."""
-        units = self._plans[0].assignment.units
-        for block in set(self._shown().values()) - units.keys():
-            alone = Unit(
-                fqn=block, shard_axes=(), replicate_axes=(), reshard_after_forward=False,
-                precision=Precision(), reason=Reason("marked"), casts_inputs=False,
-            )  # fmt: skip
-            # The recorder skips units without parameters, so name one that does not exist: "".
-            self._recorder.watch(self._wrapped.get_submodule(block), alone, ("",))
 
     def _each(
         self, asks: Sequence[Ask], *, twice: bool
@@ -226,7 +280,7 @@ class _CostWatch:
             edge.clear()
         tracker.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
         tracker.forget()
-        self._taken.clear()
+        self._block_recorder.clear()
         args, kwargs = as_arguments(inputs)
         with heard_by(tracker.begin), tracker, loss_mode(self._plans[0]):
             begin("forward")
@@ -241,7 +295,8 @@ class _CostWatch:
         log = tracker.log()
         num_left_out = sum(event.storage in self._of_params for event in log.events)
         trace = replace(
-            trace_of(tracker, [recorder], self._of_params, loss), taken=dict(self._taken)
+            trace_of(tracker, [recorder], self._of_params, loss),
+            taken=dict(self._block_recorder.taken),
         )
         if self._runs:
             trace = repeat_blocks(trace, [edge.found(num_left_out) for edge in self._edges])
@@ -258,17 +313,9 @@ class _CostWatch:
             convolved=tracker.convolved_share,
             is_steady=False,
             has_cast=recorder.has_cast,
+            input_bytes=self._block_recorder.input_bytes,
         )
         return seen, before
-
-    def _take(self, block: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        numbers = [
-            number
-            for _, tensor in (*tensors_in(args), *tensors_in(kwargs))
-            for number in self._tracker.numbers_of(tensor)
-        ]
-        before = self._taken.get(block, ())
-        self._taken[block] = tuple(dict.fromkeys((*before, *numbers)))
 
     def _shown(self) -> dict[str, str]:
         """Map each block of the whole model to the block that runs for it."""

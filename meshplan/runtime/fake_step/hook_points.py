@@ -7,7 +7,7 @@ otherwise only record.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshplan.assign import Unit
+from meshplan.assign.base.types import Reason
 from meshplan.memory.log.events import Term
 from meshplan.memory.log.microbatch import HookKind, HookPoint
+from meshplan.plan.plan import Plan
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
 from meshplan.runtime.torch_private.private import at_end_of_backward
@@ -26,6 +28,7 @@ from meshplan.runtime.torch_private.values import (
     with_floats_as,
     with_tensors_replaced,
 )
+from meshplan.spec.spec import Precision
 
 
 class HookPointRecorder:
@@ -145,6 +148,63 @@ class HookPointRecorder:
         self.take(tuple(self._params))
         for unit in self._units:
             unit.is_in_backward = False
+
+
+class BlockRecorder:
+    """Records the storages that blocks are called with, and the hook points of those without units.
+
+    It is made after the hooks of the units, so that it sees inputs after the unit's cast.
+
+    Args:
+        model: The model without wrappers.
+        plan: The plan, whose units `recorder` watches already.
+        blocks: Fqns of blocks of `model`.
+        tracker: The memory tracker that numbers the storages.
+        recorder: The recorder of hook points.
+
+    Attributes:
+        taken: For each block that ran since `clear`, the storages of the tensors it was given.
+        input_bytes: Most bytes of inputs that require grad, of any block that ran since `clear`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        blocks: Collection[str],
+        tracker: MemoryTracker,
+        recorder: HookPointRecorder,
+    ) -> None:
+        self._tracker, self._recorder = tracker, recorder
+        self.clear()
+        for block in blocks:
+            module = model.get_submodule(block)
+            if block not in plan.assignment.units:
+                alone = Unit(
+                    fqn=block, shard_axes=(), replicate_axes=(), reshard_after_forward=False,
+                    precision=Precision(), reason=Reason("marked"), casts_inputs=False,
+                )  # fmt: skip
+                # The recorder skips units without parameters, so name one that does not exist: "".
+                recorder.watch(module, alone, ("",))
+            module.register_forward_pre_hook(partial(self._take, block), with_kwargs=True)
+
+    def clear(self) -> None:
+        """Discard the record before another microbatch."""
+        self.taken: dict[str, tuple[int, ...]] = {}
+        self.input_bytes = 0
+
+    @property
+    def has_cast(self) -> bool:
+        """True once a unit has changed the dtype of an input or output."""
+        return self._recorder.has_cast
+
+    def _take(self, block: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = [tensor for _, tensor in tensors_in((args, kwargs))]
+        numbers = [number for tensor in given for number in self._tracker.numbers_of(tensor)]
+        differentiated = sum(tensor.nbytes for tensor in given if tensor.requires_grad)
+        self.input_bytes = max(self.input_bytes, differentiated)
+        before = self.taken.get(block, ())
+        self.taken[block] = tuple(dict.fromkeys((*before, *numbers)))
 
 
 class _HookedUnit:

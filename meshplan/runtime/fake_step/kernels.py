@@ -8,9 +8,8 @@ separately.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -89,34 +88,6 @@ class Where(NamedTuple):
     is_backward: bool
     block: str
     is_after: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
-    """The counts of one microbatch of one rank.
-
-    Args:
-        done: Work by place. Of many equal blocks only a few run and have an entry.
-        shown: For each block of the whole model, the block that ran for it: itself or an equal
-            one.
-        trained: Names of the parameters that got a gradient.
-        input_bytes: Most bytes of inputs that require grad, of any block.
-        convolved: Share of the FLOPs that are convolutions, from 0 to 1.
-        unknown: Names of operators whose FLOPs are not known.
-    """
-
-    done: Mapping[Where, OperatorWork]
-    shown: Mapping[str, str]
-    trained: Collection[str]
-    input_bytes: int
-    convolved: float
-    unknown: frozenset[str]
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of the whole model: all blocks, also those left out, and work outside of blocks."""
-        times = Counter(self.shown.values())
-        return sum(done.flops * times.get(at.block, 1) for at, done in self.done.items())
 
 
 class KernelCounter(MemoryTracker):

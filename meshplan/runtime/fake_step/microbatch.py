@@ -7,7 +7,7 @@ include the gathering of parameters, the reduction and accumulation of gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -38,7 +38,7 @@ from meshplan.runtime.base.phases import begin, heard_by
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.fake_step.cuda_mode import CPU, Behaviour
 from meshplan.runtime.fake_step.equal_blocks import Edges, runs_of, short_plan, shortened
-from meshplan.runtime.fake_step.hook_points import HookPointRecorder
+from meshplan.runtime.fake_step.hook_points import BlockRecorder, HookPointRecorder
 from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
 from meshplan.runtime.fake_step.step import fake_rank, names_of
 
@@ -54,7 +54,7 @@ def trace_microbatch(
     loss_fn: LossFn,
     rank: int = 0,
     device: str = CPU,
-    tracker: MakeTracker = MemoryTracker,
+    observer: Observer | None = None,
 ) -> MicrobatchTrace:
     """Return the memory trace of one microbatch on one rank, as it runs from the second one on.
 
@@ -71,25 +71,60 @@ def trace_microbatch(
         loss_fn: Maps the model's output and the targets to the loss, as for `train_step`.
         rank: The rank that this process stands for.
         device: The device whose kernels are emulated, as for `fake_step`.
-        tracker: Makes the memory tracker from the fqn of every module that runs and the behaviour
-            of the device. A pipeline ignores it.
+        observer: What records the microbatch; None to record its memory only. A pipeline ignores
+            it.
     """
     if plan.assignment.stages is not None:
         return _traced_pass(model, plan, inputs, targets, loss_fn, rank, device)
     runs = [] if plan.assignment.apply else runs_of(model, plan)
+    observer = observer or Observer()
     if runs:
         try:
             with shortened(model, runs) as used:
                 short = short_plan(plan, runs)
                 trace, found = _traced(
-                    model, short, inputs, targets, loss_fn, rank, device, runs, tracker
+                    model, short, inputs, targets, loss_fn, rank, device, runs, observer
                 )
             if not used:
                 return repeat_blocks(trace, found)
         except Exception:  # The model may need all of its blocks, and raise anything.
             if dist.is_initialized():
                 raise
-    return _traced(model, plan, inputs, targets, loss_fn, rank, device, (), tracker)[0]
+    return _traced(model, plan, inputs, targets, loss_fn, rank, device, (), observer)[0]
+
+
+class Observer:
+    """Makes what records a microbatch of a model that a plan was applied to.
+
+    Args:
+        make_tracker: Makes the memory tracker from the fqn of every module that runs and the
+            behaviour of the device.
+        blocks: Fqns of blocks whose hook points and inputs (`MicrobatchTrace.taken`) are recorded,
+            whether they are units or not.
+
+    Attributes:
+        tracker: The memory tracker of the last model.
+        recorder: The recorder of that model's hook points.
+        block_recorder: The recorder of that model's blocks.
+    """
+
+    tracker: MemoryTracker
+    recorder: HookPointRecorder
+    block_recorder: BlockRecorder
+
+    def __init__(
+        self, make_tracker: MakeTracker = MemoryTracker, blocks: Collection[str] = ()
+    ) -> None:
+        self._make_tracker, self._blocks = make_tracker, blocks
+
+    def watch(self, model: nn.Module, plan: Plan, behaviour: Behaviour) -> None:
+        """Register hooks on a model without wrappers, and make its tracker and recorders."""
+        names = names_of(model)
+        self.tracker = self._make_tracker(names, behaviour)
+        self.recorder = hook_points_of(model, plan, self.tracker)
+        there = set(names.values())  # A shortened model lacks some blocks.
+        blocks = [fqn for fqn in self._blocks if fqn in there]
+        self.block_recorder = BlockRecorder(model, plan, blocks, self.tracker, self.recorder)
 
 
 def _traced(
@@ -101,22 +136,20 @@ def _traced(
     rank: int,
     device: str,
     runs: Sequence[RepeatedBlocks],
-    make_tracker: MakeTracker,
+    observer: Observer,
 ) -> tuple[MicrobatchTrace, list[RepeatedBlocks]]:
     """Return (trace, runs), each run with the events at which its periods begin."""
     bare = without_data(plan)
-    watching: list[tuple[MemoryTracker, HookPointRecorder]] = []
     with fake_rank(model, bare, rank, device) as (fake_model, mesh, fake, behaviour):
         batch, fake_targets = mapped(inputs, fake), mapped(targets, fake)
 
         def mark(module: nn.Module) -> None:
-            tracker = make_tracker(names_of(module), behaviour)
-            watching.append((tracker, hook_points_of(module, plan, tracker)))
+            observer.watch(module, plan, behaviour)
 
         wrapped = _applied_without_data(fake_model, bare, mesh, mark)
         applied(wrapped).is_tested = True
         return _watched(
-            wrapped, batch, fake_targets, plan, loss_fn, *watching[0], runs,
+            wrapped, batch, fake_targets, plan, loss_fn, observer, runs,
             is_plain=_is_plain(model, plan),
         )  # fmt: skip
 
@@ -224,8 +257,7 @@ def _watched(
     targets: Any,
     plan: Plan,
     loss_fn: LossFn,
-    tracker: MemoryTracker,
-    recorder: HookPointRecorder,
+    observer: Observer,
     runs: Sequence[RepeatedBlocks],
     *,
     is_plain: bool,
@@ -236,6 +268,7 @@ def _watched(
     first: only the model's modules could make it differ (`is_plain`), and the first microbatch left
     nothing behind, neither in the modules nor in memory.
     """
+    tracker, recorder, blocks = observer.tracker, observer.recorder, observer.block_recorder
     of_params = note_state(tracker, model, (inputs, targets))
     edges = [Edges(model, run, tracker) for run in runs]
     args, kwargs = as_arguments(inputs)
@@ -260,6 +293,7 @@ def _watched(
     with heard_by(tracker.begin):
         for _ in range(2):
             recorder.clear()
+            blocks.clear()
             for edge in edges:
                 edge.clear()
             tracker.forget()
@@ -268,7 +302,8 @@ def _watched(
                 loss = microbatch()
                 recorder.finish()
             num_left_out = sum(event.storage in of_params for event in tracker.log().events)
-            trace = trace_of(tracker, [recorder], of_params, loss)
+            found = trace_of(tracker, [recorder], of_params, loss)
+            trace = replace(found, taken=dict(blocks.taken))
             del loss
             recorder.clear()
             if is_plain and tracker.alive == there and _known_by(model) == known:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshplan.errors import ApplyError, Origin, PlanError
+from meshplan.errors import Origin
 from meshplan.model.graph import ModelGraph
 from meshplan.model.rehearsal import Rehearse
 from meshplan.runtime.trace.entry import model_of_entry
@@ -30,16 +30,6 @@ def live_graph(entry: str, origin: Origin, spec: Spec) -> tuple[ModelGraph, Rehe
     if not spec.reads_flow:
         return graph_of(model), None
     # Most plans read no forward. These modules load DTensor, which takes as long as half of torch.
-    from meshplan.runtime.trace.inputs import find_example
-    from meshplan.runtime.trace.ops import record
-    from meshplan.runtime.trace.rehearse import rehearser
-    from meshplan.runtime.trace.trace_errors import alone_problem
+    from meshplan.runtime.trace.rehearse import recorded
 
-    inputs = find_example(model, spec)
-    try:
-        flow = record(model, inputs)
-    except ApplyError as error:
-        if isinstance(error.__cause__, Exception):
-            raise PlanError(alone_problem(error.__cause__, model, origin, inputs)) from None
-        raise PlanError(error.problems) from None
-    return graph_of(model, flow), rehearser(model, inputs)
+    return recorded(model, spec, origin)

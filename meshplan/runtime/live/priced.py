@@ -8,11 +8,9 @@ counted, including the communication of tp and the recomputed forward.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from torch import nn
 
@@ -23,17 +21,12 @@ from meshplan.plan.plan import Plan
 from meshplan.planner.problem.live_model import Priced
 from meshplan.planner.space.trials import with_axes
 from meshplan.runtime.base.batch import mapped
-from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.base.subprocess_pool import run_in_subprocesses
 from meshplan.runtime.estimate.estimate import estimate_by_trace
 from meshplan.runtime.estimate.request import EstimateRequest, decided, decided_of
 from meshplan.runtime.fake_step.chain import chain_as_run, check_speed
-from meshplan.runtime.fake_step.costs import with_recompute
-from meshplan.runtime.fake_step.cuda_mode import Behaviour
+from meshplan.runtime.fake_step.costs import MicrobatchCosts, watch_rank, with_recompute
 from meshplan.runtime.fake_step.default_loop import loop_of
-from meshplan.runtime.fake_step.equal_blocks import runs_of, shown_of
-from meshplan.runtime.fake_step.kernels import Counted, KernelCounter
-from meshplan.runtime.fake_step.microbatch import trace_microbatch
 from meshplan.runtime.trace.trace_errors import refused
 from meshplan.spec.spec import Spec
 
@@ -132,7 +125,7 @@ def _unparted(spec: Spec, tp: int, micro: int) -> Spec:
     )
 
 
-def count(model: nn.Module, plan: Plan, device: str) -> Counted:
+def count(model: nn.Module, plan: Plan, device: str) -> MicrobatchCosts:
     """Count the operations of rank 0 in one microbatch, as from the second microbatch on.
 
     Args:
@@ -141,45 +134,6 @@ def count(model: nn.Module, plan: Plan, device: str) -> Counted:
         plan: A plan without pp and cp.
         device: Name of the device whose kernels are emulated.
     """
-    blocks = plan.graph.blocks()
-    shown = shown_of(blocks, runs_of(model, plan))
-    counters: list[KernelCounter] = []
-    input_bytes: dict[str, int] = {}
-    is_whole = True
-
-    def make_counter(names: Mapping[nn.Module, str], behaviour: Behaviour) -> KernelCounter:
-        nonlocal is_whole
-        is_whole = set(blocks) <= set(names.values())
-        every = blocks if is_whole else shown.values()
-        for module, fqn in names.items():
-            if fqn in every:
-                _note_input_bytes(module, fqn, input_bytes)
-        counters.append(KernelCounter(names, behaviour, every, plan.mesh))
-        return counters[-1]
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loop = loop_of(model, plan)
-        inputs, targets = mapped((loop.inputs, loop.targets), lambda tensor: tensor.clone())
-        trace = trace_microbatch(
-            model, plan, inputs, targets, loop.loss_fn, 0, device, make_counter
-        )
-    found = counters[-1]  # If the blocks that were left out differ, `trace_microbatch` runs again.
-    return Counted(
-        done=MappingProxyType(dict(found.done)),
-        shown={block: block for block in blocks} if is_whole else shown,
-        trained=frozenset(trace.gradients),
-        input_bytes=max(input_bytes.values(), default=0),
-        convolved=found.convolved_share,
-        unknown=frozenset(found.unknown),
-    )
-
-
-def _note_input_bytes(module: nn.Module, fqn: str, input_bytes: dict[str, int]) -> None:
-    """Record the bytes of a module's inputs that require grad in `input_bytes`, at each call."""
-
-    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-        given = [tensor for _, tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        input_bytes[fqn] = sum(tensor.nbytes for tensor in given)
-
-    module.register_forward_pre_hook(note, with_kwargs=True)
+    loop = loop_of(model, plan)
+    inputs, targets = mapped((loop.inputs, loop.targets), lambda tensor: tensor.clone())
+    return watch_rank(model, plan, inputs, targets, loop.loss_fn, device)

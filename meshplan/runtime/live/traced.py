@@ -1,18 +1,18 @@
 """Costs and memory of a live model for the planner, from traces on fake tensors.
 
-Four microbatches are enough: with one and with two samples, each once without recomputation and
-once with every block recomputed. Block costs follow from the recorded operations. The memory of a
-plan is composed from the recorded storages (`memory.repeat.compose`), and the actions of the plan's
-wrappers are added. The plan that the search chooses is then traced itself.
+For each choice of tp, a few microbatches are traced (`block_traces`). The memory of a plan is
+composed from them, and the actions of the plan's wrappers are added. The plan that the search
+chooses is then traced itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
+import torch.distributed as dist
 from torch import nn
 
 from meshplan.cost.types import Chain
@@ -23,31 +23,23 @@ from meshplan.memory.answer.estimate import MemoryEstimate, Tier
 from meshplan.memory.answer.rank_classes import equal_ranks
 from meshplan.memory.answer.reserved import ReplayCache, ReservedLog
 from meshplan.memory.log.events import EventLog
-from meshplan.memory.log.microbatch import MicrobatchTrace
-from meshplan.memory.repeat.compose import Composer
-from meshplan.memory.repeat.scale import scaled
-from meshplan.memory.repeat.segments import NotComposableError
 from meshplan.memory.replay import Prepared
 from meshplan.memory.replay.optimizer import check_optimizer
 from meshplan.memory.replay.step import composed_log
 from meshplan.model.graph import ModelGraph
+from meshplan.model.rehearsal import Rehearse
 from meshplan.plan.plan import Plan, make_plan
-from meshplan.planner.problem.live_model import Priced
+from meshplan.planner.problem.live_model import NO_TP, Priced, TpChoice
 from meshplan.planner.space.trials import with_axes
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.estimate.estimate import estimate_by_trace
 from meshplan.runtime.estimate.request import EstimateRequest
 from meshplan.runtime.estimate.scale_down import ModelSource
-from meshplan.runtime.fake_step.chain import Kept, Traces, chain_of, check_speed
-from meshplan.runtime.fake_step.costs import Ask, MicrobatchCosts, watch
-from meshplan.runtime.fake_step.default_loop import DefaultLoop, loop_of
+from meshplan.runtime.live.block_traces import MOST, BlockTraces
 from meshplan.runtime.live.priced import priced
-from meshplan.runtime.trace.trace_errors import problem_of
+from meshplan.runtime.trace.rehearse import recorded
 from meshplan.spec.spec import Spec
 
-_MOST: Final = 3
-"""Most samples of the microbatches from which all others are extrapolated: one and two samples, or
-two and three if the model runs other operators on one sample than on two."""
 _AS_STATED: Final = "of a live model is priced as the plan states it, and not searched"
 
 
@@ -83,12 +75,8 @@ class TracedModel:
         self._source = source
         self._device, self._limit_bytes = device, limit_bytes
         self._origin, self._report = origin, report
-        self._exact: dict[tuple[int, frozenset[str]], Prepared] = {}
-        self._known: dict[tuple[int, frozenset[str]], tuple[Prepared, Prepared]] = {}
-        self._composers: dict[int, Composer] = {}
-        self._is_steady = False
-        self._doubted: set[int] = set()
-        """Numbers of samples for which the memory of a composed trace turned out to be too low."""
+        self._traces: dict[TpChoice, BlockTraces] = {}
+        self._why_not: dict[TpChoice, str] = {}
 
     # Interface of the planner
 
@@ -99,7 +87,30 @@ class TracedModel:
         """
         stated = replace(self._spec, mesh=None)
         whys = ((*_unsearched(each), *_without_figures(each)) for each in (spec, stated))
-        return next((why for each in whys for why in each), "")
+        why = next((why for each in whys for why in each), "")
+        if why or not _spreads(spec, "tp"):
+            return why
+        tp = TpChoice.of(spec)
+        if tp not in self._why_not:
+            self._why_not[tp] = self._why_no_tp(tp)
+        return self._why_not[tp]
+
+    def _why_no_tp(self, tp: TpChoice) -> str:
+        """Return why plans with this tp cannot be searched; "" if they can."""
+        if dist.is_initialized():
+            return (
+                "this process is in a process group, so the model cannot run as a rank of tp; "
+                "meshplan plan searches tp before the job starts"
+            )
+        try:
+            traces = self.traces(tp)
+            groups = equal_ranks(traces.plan.assignment)
+            if any(traces.plan.mesh.index(ranks[0], ("tp",)) for ranks in groups):
+                return f"the ranks of tp {tp.size} hold shards of different sizes"
+            assert traces.chain
+        except MeshplanError as error:
+            return error.problems[0].what
+        return ""
 
     def is_priced(self, spec: Spec) -> bool:
         """Return True if `priced` can handle a spec without open fields, searchable or not."""
@@ -115,9 +126,46 @@ class TracedModel:
             spec=spec, source=self._source, device=self._device, limit_bytes=self._limit_bytes
         )
 
-    def chain(self) -> Chain:
+    def decide(self, spec: Spec) -> Plan:
+        """Return the plan that a spec declares for the model.
+
+        Raises:
+            PlanError: The plan does not fit the model, or the forward cannot be recorded.
+        """
+        if not spec.reads_flow:
+            return make_plan(spec, self._graph)
+        graph, rehearse = self._recorded
+        return make_plan(spec, graph, rehearse=rehearse)
+
+    @cached_property
+    def _recorded(self) -> tuple[ModelGraph, Rehearse]:
+        self._report(f"recording the forward of {type(self._model).__name__}")
+        return recorded(self._model, self._spec, self._origin)
+
+    def chain(self, tp: TpChoice) -> Chain:
         """Return the costs of the blocks, and of the modules before and after them."""
-        return self._chain
+        return self.traces(tp).chain
+
+    def traces(self, tp: TpChoice) -> BlockTraces:
+        """Return the traces of microbatches under a choice of tp, which are made on first use."""
+        if tp not in self._traces:
+            axis = "dp_replicate" if self._spec.strategy == "ddp" else "dp_shard"
+            sizes = {axis: 2, "tp": tp.size} if tp.size > 1 else {axis: 2}
+            trial = with_axes(
+                self._spec,
+                sizes,
+                sequence_parallel=tp.sequence_parallel,
+                loss_parallel=tp.loss_parallel,
+            )
+            trial = replace(trial, batch=replace(trial.batch, micro=MOST))
+            self._traces[tp] = BlockTraces(
+                self._model,
+                self.decide(trial),
+                device=self._device,
+                origin=self._origin,
+                report=self._report,
+            )
+        return self._traces[tp]
 
     def memory(self, plan: Plan, stop_above_bytes: float = float("inf")) -> MemoryEstimate:
         """Estimate every rank's memory, never below what the plan needs.
@@ -130,7 +178,10 @@ class TracedModel:
             OverError: A rank needs more than `stop_above_bytes`.
             PlanError: The traces are not valid for the plan, or the model cannot be traced.
         """
-        least, most = self._works(plan)
+        if problems := list(_clashes(plan)):
+            raise PlanError(problems)
+        traces = self.traces(TpChoice.of(plan.spec))
+        least, most = traces.works(plan)
         # No trace of this plan is needed if the composed upper bound fits into
         # `stop_above_bytes`, or if even the composed lower bound does not.
         try:
@@ -139,8 +190,7 @@ class TracedModel:
             if least is most:
                 raise
         self._estimate(plan, least, stop_above_bytes)  # May raise OverError.
-        self._trace_as_is(plan)
-        return self._estimate(plan, self._exact[_key(plan)], stop_above_bytes)
+        return self._estimate(plan, traces.traced_as_is(plan), stop_above_bytes)
 
     def certify(self, plan: Plan, stop_above_bytes: float = float("inf")) -> MemoryEstimate:
         """Estimate every rank's memory from a microbatch traced under the plan itself.
@@ -148,182 +198,10 @@ class TracedModel:
         If a subprocess can build the model, `estimate_by_trace` makes the estimate, so that the
         planner and `meshplan estimate` report the same bytes.
         """
-        self._trace_as_is(plan)
+        traced = self.traces(TpChoice.of(plan.spec)).traced_as_is(plan)
         if self._source is not None:
             return estimate_by_trace(self._asked(plan.spec), self._report)
-        return self._estimate(plan, self._exact[_key(plan)], stop_above_bytes)
-
-    def _trace_as_is(self, plan: Plan) -> None:
-        """Trace a microbatch under a plan once; `memory` uses the trace from now on."""
-        key = _key(plan)
-        if key not in self._exact:
-            composed = self._known.get(key)
-            self._exact[key] = Prepared(self._traced_already(key) or self._traced(plan, key))
-            # The composed upper bound was too low. No longer compose for this number of samples.
-            if composed is not None and _peak(composed[1]) < _peak(self._exact[key]):
-                self._doubted.add(key[0])
-
-    # Traces
-
-    def _traced_already(self, key: tuple[int, frozenset[str]]) -> MicrobatchTrace | None:
-        """Return the search's own trace of a key; None if there is none.
-
-        Args:
-            key: Number of samples, and the recomputed blocks. The search traced none and all.
-        """
-        samples, recomputed = key
-        found = self._traces[0].get(samples)
-        if found is None or recomputed not in (frozenset(), frozenset(self._blocks)):
-            return None
-        return found.recomputed.trace if recomputed else found.plain.trace
-
-    def _traced(self, plan: Plan, key: tuple[int, frozenset[str]]) -> MicrobatchTrace:
-        (seen,) = self._watched(self._loop(plan), [Ask(*key)])
-        return seen.trace
-
-    @cached_property
-    def _plan(self) -> Plan:
-        """The data-parallel plan whose traces the search uses, with `_MOST` samples at once."""
-        axis = "dp_replicate" if self._spec.strategy == "ddp" else "dp_shard"
-        trial = with_axes(self._spec, {axis: 2})
-        trial = replace(trial, batch=replace(trial.batch, micro=_MOST))
-        return make_plan(trial, self._graph)
-
-    @cached_property
-    def _few(self) -> DefaultLoop:
-        return self._in_words(lambda: loop_of(self._model, self._plan))
-
-    def _loop(self, plan: Plan) -> DefaultLoop:
-        """Return the inputs, targets and loss of one microbatch of a plan."""
-        if plan.micro is not None and plan.micro <= _MOST:
-            return self._few
-        one = replace(plan, accumulate=1)
-        return self._in_words(lambda: loop_of(self._model, one, self._few.returned))
-
-    def _watched(self, loop: DefaultLoop, asks: list[Ask]) -> list[MicrobatchCosts]:
-        words = "microbatches" if len(asks) > 1 else "a microbatch of the plan"
-        self._report(f"tracing {words} of {type(self._model).__name__}")
-        return self._in_words(
-            lambda: watch(
-                self._model, self._plan, loop.inputs, loop.targets, loop.loss_fn, self._device,
-                asks, is_steady=self._is_steady,
-            )
-        )  # fmt: skip
-
-    def _in_words(self, run: Callable[[], Any]) -> Any:
-        """Return `run()`, with every exception of the model's own code raised as a PlanError."""
-        try:
-            return run()
-        except MeshplanError as error:
-            raise PlanError(error.problems) from None
-        except Exception as error:
-            raise PlanError(problem_of(error, self._model, self._origin)) from None
-
-    @cached_property
-    def _traces(self) -> tuple[dict[int, Traces], int]:
-        """(traces by number of samples, base): other numbers scale from `base` and `base + 1`."""
-        blocks = frozenset(self._graph.blocks())
-        found = self._seen((1, 2), blocks)
-        # A model may run other operators on one sample than on two. Then the base is 2.
-        try:
-            scaled(found[1].plain.trace, found[2].plain.trace, 1)
-            scaled(found[1].recomputed.trace, found[2].recomputed.trace, 1)
-        except NotComposableError:
-            return found | self._seen((_MOST,), blocks), 2
-        return found, 1
-
-    def _seen(self, sizes: tuple[int, ...], blocks: frozenset[str]) -> dict[int, Traces]:
-        recomputed_sets = (frozenset(), blocks) if blocks else (frozenset(),)
-        asks = [Ask(samples, recomputed) for recomputed in recomputed_sets for samples in sizes]
-        seen = dict(zip(asks, self._watched(self._few, asks), strict=True))
-        self._is_steady = all(each.is_steady for each in seen.values())
-        out = {}
-        for samples in sizes:
-            plain, recomputed = (
-                seen[Ask(samples, blocks_of)]
-                for blocks_of in (recomputed_sets[0], recomputed_sets[-1])
-            )
-            kept, backward_bytes = self._kept(plain.trace, recomputed.trace)
-            out[samples] = Traces(samples, plain, recomputed, kept, backward_bytes)
-        return out
-
-    def _kept(self, plain: MicrobatchTrace, recomputed: MicrobatchTrace) -> tuple[Kept, Kept]:
-        try:
-            composer = Composer(plain, recomputed, self._blocks)
-        except NotComposableError:
-            return {}, {}
-        return composer.kept_bytes(), composer.backward_bytes()
-
-    @property
-    def _blocks(self) -> tuple[str, ...]:
-        return self._graph.blocks()
-
-    @cached_property
-    def _chain(self) -> Chain:
-        traces, base = self._traces
-        chain = chain_of(self._plan, traces[base], traces[base + 1])
-        check_speed(
-            self._model,
-            self._plan,
-            flops=sum(kind.forward.flops for kind in chain.kinds),
-            convolved=traces[base].plain.convolved,
-            unknown=traces[base].plain.unknown | traces[base].recomputed.unknown,
-            origin=self._origin,
-            report=self._report,
-        )
-        return chain
-
-    # Memory
-
-    def _works(self, plan: Plan) -> tuple[Prepared, Prepared]:
-        """Return (lower, upper): two logs of a plan's microbatch that bound what it allocates.
-
-        They are the same object if the log is exact.
-        """
-        if problems := list(self._clashes(plan)):
-            raise PlanError(problems)
-        key = _key(plan)
-        if key in self._exact:
-            return (self._exact[key],) * 2
-        if key[0] in self._doubted:
-            self._trace_as_is(plan)
-            return (self._exact[key],) * 2
-        if key not in self._known:
-            try:
-                low, high = self._composer(key[0]).trace(key[1])
-            except NotComposableError:
-                self._trace_as_is(plan)
-                return (self._exact[key],) * 2
-            least = Prepared(low)
-            self._known[key] = least, least if high is low else Prepared(high)
-        return self._known[key]
-
-    def _composer(self, samples: int) -> Composer:
-        if samples not in self._composers:
-            traces, base = self._traces
-            if samples in traces:
-                plain, recomputed = traces[samples].plain.trace, traces[samples].recomputed.trace
-            else:
-                plain, recomputed = (
-                    scaled(getattr(traces[base], name).trace, getattr(traces[base + 1], name).trace,
-                           samples - base)
-                    for name in ("plain", "recomputed")
-                )  # fmt: skip
-            self._composers[samples] = Composer(plain, recomputed, self._blocks)
-        return self._composers[samples]
-
-    def _clashes(self, plan: Plan) -> Iterator[Problem]:
-        """Yield reasons why the traces of the search are not valid for a plan."""
-        asked, traced = _computed(plan), _computed(self._plan)
-        # Casts to the dtype that a tensor already has change nothing.
-        is_cast = any(each.plain.has_cast for each in self._traces[0].values())
-        if asked.dtypes != traced.dtypes or (is_cast and asked.casts != traced.casts):
-            what = "this strategy computes with parameters in other dtypes than were traced"
-            yield Problem(what, self._spec.origin("precision"), "state the strategy in the plan")
-        if plan.assignment.stages is not None or plan.mesh.size("tp", "cp", "ep") > 1:
-            what = "pp, tp, cp or ep exceeds 1, but the live model was traced without these axes"
-            fix = "remove them from the mesh, or state the whole plan and run meshplan estimate"
-            yield Problem(what, self._spec.origin("mesh"), fix)
+        return self._estimate(plan, traced, stop_above_bytes)
 
     def _estimate(self, plan: Plan, prepared: Prepared, stop_above_bytes: float) -> MemoryEstimate:
         groups = equal_ranks(plan.assignment)
@@ -337,7 +215,7 @@ class TracedModel:
             replayed[number] = holding.of(logs[-1])
             if replayed[number].reserve.reserved_bytes > stop_above_bytes:
                 raise OverError(ranks[0], replayed[number].reserve.reserved_bytes)
-        is_exact = any(prepared is each for each in self._exact.values())
+        is_exact = any(traces.is_exact(prepared) for traces in self._traces.values())
         how = "under the plan" if is_exact else "block by block, not under the plan itself"
         return assemble(
             plan,
@@ -354,53 +232,25 @@ class TracedModel:
 
     def _assumed(self, plan: Plan) -> tuple[tuple[str, str], ...]:
         """Return the loop's assumptions, with the input shapes for one step of the plan."""
-        samples = (plan.micro or 1) * plan.accumulate
+        samples, loop = (plan.micro or 1) * plan.accumulate, self.traces(NO_TP).loop
         parts = [
-            f"{[samples, *t.shape[1:]]} {str(t.dtype)[6:]}" for _, t in tensors_in(self._few.inputs)
+            f"{[samples, *t.shape[1:]]} {str(t.dtype)[6:]}" for _, t in tensors_in(loop.inputs)
         ]
-        (name, _), *rest = self._few.assumed
+        (name, _), *rest = loop.assumed
         return ((name, ", ".join(parts)), *rest)
 
 
-@dataclass(frozen=True, slots=True)
-class _Computed:
-    """The dtypes that a trace depends on, in addition to its samples and its recomputed blocks.
-
-    Attributes:
-        dtypes: (fqn of a tensor, dtype that it is computed with).
-        casts: (fqn of a unit, its dtypes of parameters and output, True if it casts its inputs).
-    """
-
-    dtypes: tuple[tuple[str, str], ...]
-    casts: tuple[tuple[str, str, bool], ...]
-
-
-def _computed(plan: Plan) -> _Computed:
-    a = plan.assignment
-    return _Computed(
-        tuple((fqn, p.compute_dtype) for fqn, p in a.tensors.items()),
-        tuple(
-            sorted(
-                (fqn, f"{unit.precision.param} {unit.precision.output}", unit.casts_inputs)
-                for fqn, unit in a.units.items()
-                if unit.precision.param or unit.precision.output
-            )
-        ),
-    )
-
-
-def _key(plan: Plan) -> tuple[int, frozenset[str]]:
-    assert plan.micro is not None
-    return plan.micro, frozenset(plan.assignment.recompute)
-
-
-def _peak(prepared: Prepared) -> int:
-    return prepared.log.peak.live_bytes
+def _clashes(plan: Plan) -> Iterator[Problem]:
+    """Yield reasons why the memory of a plan cannot be composed from microbatches."""
+    if plan.assignment.stages is not None or plan.mesh.size("cp", "ep") > 1:
+        what = "pp, cp or ep exceeds 1, but the live model was traced without these axes"
+        fix = "remove them from the mesh, or state the whole plan and run meshplan estimate"
+        yield Problem(what, plan.spec.origin("mesh"), fix)
 
 
 def _unsearched(spec: Spec) -> Iterator[str]:
     """Yield reasons why a spec can only be priced as it is, not searched."""
-    axes = {"pp": "pipeline parallelism", "tp": "tensor parallelism", "cp": "context parallelism"}
+    axes = {"pp": "pipeline parallelism", "cp": "context parallelism"}
     yield from (f"{word} {_AS_STATED}" for axis, word in axes.items() if _spreads(spec, axis))
     modes = {spec.activation_checkpointing.mode} | {
         rule.activation_checkpointing.mode
@@ -409,8 +259,6 @@ def _unsearched(spec: Spec) -> Iterator[str]:
     }
     if "selective" in modes:
         yield f"selective recomputation {_AS_STATED}"
-    if spec.sequence_parallel:
-        yield f"sequence_parallel {_AS_STATED}"
 
 
 def _spreads(spec: Spec, axis: str) -> bool:

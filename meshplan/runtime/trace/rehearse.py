@@ -11,19 +11,52 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshplan.errors import ApplyError, Origin, PlanError
 from meshplan.model.flow import Flow
+from meshplan.model.graph import ModelGraph
 from meshplan.model.rehearsal import Rehearsal, Rehearse, Stopped
 from meshplan.runtime.torch_private.fakes import fake_mode, quiet_fakes
-from meshplan.runtime.trace.ops import OpRecorder, copy_to_run
+from meshplan.runtime.trace.inputs import find_example
+from meshplan.runtime.trace.ops import OpRecorder, copy_to_run, record
 from meshplan.runtime.trace.side_effects import Trace, nothing_left
 from meshplan.runtime.trace.sp_boundary import with_argument
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.runtime.trace.trace_errors import alone_problem
+from meshplan.spec.spec import Spec
+
+
+def recorded(model: nn.Module, spec: Spec, origin: Origin | None) -> tuple[ModelGraph, Rehearse]:
+    """Record the forward of a model, and return (graph with this `flow`, function for rehearsals).
+
+    Args:
+        model: The model, on any device.
+        spec: The plan, which states the inputs.
+        origin: Place where the user named the model; None if there is none.
+
+    Raises:
+        PlanError: No input of the model is stated, or its forward cannot be recorded.
+    """
+    inputs = find_example(model, spec)
+    try:
+        flow = record(model, inputs)
+    except ApplyError as error:
+        if isinstance(error.__cause__, Exception):
+            raise PlanError(alone_problem(error.__cause__, model, origin, inputs)) from None
+        raise PlanError(error.problems) from None
+    return graph_of(model, flow), rehearser(model, inputs)
 
 
 def rehearser(model: nn.Module, inputs: Any) -> Rehearse:
-    """Return a function that runs this model on these inputs as a `Rehearsal` describes."""
+    """Return a function that runs this model on these inputs as a `Rehearsal` describes.
+
+    Equal rehearsals run once: plans with the same tp, of which a search makes many, need the same.
+    """
+    known: dict[Any, Flow | Stopped] = {}
 
     def rehearse(what: Rehearsal) -> Flow | Stopped:
-        return _rehearse(model, inputs, what)
+        if what.key not in known:
+            known[what.key] = _rehearse(model, inputs, what)
+        return known[what.key]
 
     return rehearse
 
