@@ -66,6 +66,8 @@ class Profile:
         gathers_once: If True, ZeRO-1 gathers parameters once, after the optimizer step, and not in
             each forward.
         sources: The origins of the constants.
+        assumed_network: The bandwidth between nodes that was assumed, in words with its source; ""
+            if the plan states it, or has one node.
         residual: Root mean square of the fit's relative errors; None if nothing was fitted.
         num_runs: Number of runs used for the fit.
     """
@@ -95,6 +97,7 @@ class Profile:
     host_bytes_per_s: float = HOST_BYTES_PER_S
     gathers_once: bool = False
     sources: tuple[str, ...] = ()
+    assumed_network: str = ""
     residual: float | None = None
     num_runs: int = 0
 
@@ -214,9 +217,18 @@ def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, An
         contention_alone=constants.get("contention_alone"),
         gathers_once=facts.get("gathers_once", False),
         sources=sources,
+        assumed_network=_assumed_network(cluster),
         residual=facts.get("residual"),
         num_runs=facts.get("num_runs", 0),
     )
+
+
+def _assumed_network(cluster: Cluster) -> str:
+    """Return `Profile.assumed_network` for a cluster."""
+    link = cluster.inter
+    if cluster.nodes == 1 or link is None or not link.source:
+        return ""
+    return f"{link.bytes_per_s / 1e9:g} GB/s per GPU between nodes ({link.source})"
 
 
 def _unknown(cluster: Cluster, dtype: str) -> list[Problem]:

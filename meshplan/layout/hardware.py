@@ -49,6 +49,9 @@ class Device:
         memory_bytes_per_s: Bandwidth of the device's own memory; None if not known.
         intra_bytes_per_s: Bandwidth to the other devices of the node, in one direction; None if not
             known.
+        inter_bytes_per_s: Bandwidth to other nodes, in one direction, that nodes of this device
+            usually have; None if they differ too much.
+        inter_source: Reference for `inter_bytes_per_s`.
         note: Remarks on what the figures leave out.
         sources: References for the figures.
     """
@@ -59,6 +62,8 @@ class Device:
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     memory_bytes_per_s: float | None = None
     intra_bytes_per_s: float | None = None
+    inter_bytes_per_s: float | None = None
+    inter_source: str = ""
     note: str = ""
     sources: tuple[str, ...] = ()
 
@@ -66,6 +71,11 @@ class Device:
     def usable_bytes(self) -> int:
         """Bytes of memory that every command counts on: what torch sees, else the datasheet."""
         return self.memory_bytes if self.visible_bytes is None else self.visible_bytes
+
+    @property
+    def all_sources(self) -> tuple[str, ...]:
+        """`sources`, and the one of `inter_bytes_per_s`."""
+        return (*self.sources, *((self.inter_source,) if self.inter_source else ()))
 
     @property
     def size(self) -> str:
@@ -79,10 +89,17 @@ class Device:
 @shown
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link between devices: bytes per second in one direction, per device."""
+    """A link between devices: bytes per second in one direction, per device.
+
+    Args:
+        name: "intra" or "inter".
+        bytes_per_s: Bytes per second.
+        source: Reference for the figure if it is assumed; "" if the plan states it.
+    """
 
     name: str
     bytes_per_s: float
+    source: str = ""
 
 
 @shown
@@ -92,7 +109,8 @@ class Cluster:
 
     Args:
         intra: Link between devices of one node; None if not known.
-        inter: Link between nodes; None if not known.
+        inter: Link between nodes, as the plan states it or as `usual_link` assumes it; None if not
+            known.
     """
 
     device: Device
@@ -104,6 +122,13 @@ class Cluster:
     @property
     def num_gpus(self) -> int:
         return self.nodes * self.gpus_per_node
+
+
+def usual_link(device: Device) -> Link | None:
+    """Return the link that nodes of a device usually have between them; None if not known."""
+    if device.inter_bytes_per_s is None:
+        return None
+    return Link("inter", device.inter_bytes_per_s, device.inter_source)
 
 
 @cache
@@ -184,7 +209,7 @@ def _words(name: str) -> list[str]:
 
 def _device(name: str, facts: Mapping[str, object]) -> Device:
     def number(key: str) -> float | None:
-        value = facts[key]
+        value = facts.get(key)
         return float(value) * _GIGA if isinstance(value, (int, float)) else None
 
     memory, peak, sources = facts["memory_gb"], facts["peak_tflops"], facts["sources"]
@@ -200,6 +225,8 @@ def _device(name: str, facts: Mapping[str, object]) -> Device:
         peak_flops=MappingProxyType({dtype: t * _TERA for dtype, t in peak.items()}),
         memory_bytes_per_s=number("memory_gb_per_s"),
         intra_bytes_per_s=number("intra_gb_per_s"),
+        inter_bytes_per_s=number("inter_gb_per_s"),
+        inter_source=str(facts.get("inter_source", "")),
         note=str(facts["note"]),
         sources=tuple(sources),
     )

@@ -28,7 +28,10 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "hardware.memory": "memory of one GPU, such as `24GB`, for a GPU that is not listed",
             "hardware.host_memory": "memory of one node's host, which limits offloading",
             "hardware.intra": "bandwidth of each GPU to the others of its node, such as `450GB/s`",
-            "hardware.inter": "bandwidth of each GPU to other nodes, such as `50GB/s`",
+            "hardware.inter": (
+                "bandwidth of each GPU to other nodes, such as `50GB/s`; left out, the one that "
+                "nodes of the GPU usually have (`meshplan gpus`) is assumed, and said"
+            ),
             "hardware.headroom": (
                 "fraction of a GPU's memory that a plan must leave free, at least 0 and below 1"
             ),

@@ -181,7 +181,7 @@ def test_what_some_blocks_do_is_said_of_them(job):
 @pytest.mark.parametrize("words", [["why", "mesh.tp"], ["why-not", "loss_chunks=8"]])
 def test_what_the_plan_lacks_is_told_as_by_plan(job, words):
     """Without the bandwidth between nodes nothing can be priced, whatever is asked."""
-    path = job(hardware={"nodes": 2, "gpus_per_node": 4, "gpu": "h100-sxm-80gb"})
+    path = job(hardware={"nodes": 2, "gpus_per_node": 4, "gpu": "l40s-48gb"})
     with pytest.raises(PlanError, match="the plan states no bandwidth between nodes"):
         search_plan(path)
     with pytest.raises(PlanError, match="the plan states no bandwidth between nodes"):

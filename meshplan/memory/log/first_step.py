@@ -69,10 +69,14 @@ def _births(
 
 def _first_product(log: EventLog, step: Sequence[Change], in_backward: bool) -> int:
     """Return the number of events up to the first product of a thread; 0 if there is none."""
-    phases = {at for at, name in enumerate(log.phases) if (name == "backward") is in_backward}
-    for at, (delta, number, phase) in enumerate(step):
-        if phase in phases and delta > 0 and log.storages[number].op.startswith(_PRODUCTS):
-            return at + 1  # cuBLAS allocates after the operator has allocated its result.
+    for phase, name in enumerate(log.phases):
+        if (name == "backward") is not in_backward:
+            continue
+        begin, end = (bisect_left(step, at, key=_PHASE) for at in (phase, phase + 1))
+        for at in range(begin, end):
+            delta, number, _ = step[at]
+            if delta > 0 and log.storages[number].op.startswith(_PRODUCTS):
+                return at + 1  # cuBLAS allocates after the operator has allocated its result.
     return 0
 
 

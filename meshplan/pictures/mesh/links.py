@@ -92,18 +92,15 @@ class Links:
 
 
 def machine_of(plan: Plan) -> Machine:
-    """Return the nodes and links that the plan states."""
+    """Return the nodes and links that the plan states, or that its GPU usually has."""
     stated = plan.spec.hardware
     if stated is None:
         return Machine(per_node=None, intra_bytes_per_s=None, inter_bytes_per_s=None)
-    intra = stated.intra_bytes_per_s
-    if intra is None and stated.gpu is not None:
-        intra = find_device(stated.gpu, plan.spec.origin("hardware.gpu")).intra_bytes_per_s
-    return Machine(
-        per_node=stated.gpus_per_node,
-        intra_bytes_per_s=intra,
-        inter_bytes_per_s=stated.inter_bytes_per_s,
-    )
+    intra, inter = stated.intra_bytes_per_s, stated.inter_bytes_per_s
+    if stated.gpu is not None:
+        device = find_device(stated.gpu, plan.spec.origin("hardware.gpu"))
+        intra, inter = intra or device.intra_bytes_per_s, inter or device.inter_bytes_per_s
+    return Machine(per_node=stated.gpus_per_node, intra_bytes_per_s=intra, inter_bytes_per_s=inter)
 
 
 def links_of(plan: Plan, rank: int = 0) -> Links:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from meshplan.cost.calibration import read_profile
 from meshplan.cost.profile import Profile
 from meshplan.errors import Origin, PlanError, Problem, check_all
-from meshplan.layout.hardware import SOME_GPU, Cluster, Device, Link, find_device
+from meshplan.layout.hardware import SOME_GPU, Cluster, Device, Link, find_device, usual_link
 from meshplan.model.blueprint import from_config
 from meshplan.model.blueprint.config import config_file
 from meshplan.model.graph import ModelGraph
@@ -214,7 +214,7 @@ def cluster_of(spec: Spec, device: str, profile: Profile | None = None) -> Clust
         nodes=stated.nodes,
         gpus_per_node=stated.gpus_per_node,
         intra=Link("intra", intra) if intra else None,
-        inter=Link("inter", inter) if inter else None,
+        inter=Link("inter", inter) if inter else usual_link(found),
     )
 
 

@@ -9,7 +9,7 @@ from meshplan.layout.hardware import Device
 from meshplan.render.base.text import columns
 from meshplan.units import GIB
 
-_HEAD = ("gpu", "GiB", "bf16 TFLOPS", "memory GB/s", "node GB/s")
+_HEAD = ("gpu", "GiB", "bf16 TFLOPS", "memory GB/s", "node GB/s", "network GB/s")
 
 
 def gpus_to_json(devices: Mapping[str, Device]) -> dict[str, Any]:
@@ -22,8 +22,9 @@ def gpus_to_json(devices: Mapping[str, Device]) -> dict[str, Any]:
                 "peak_flops": dict(device.peak_flops),
                 "memory_bytes_per_s": device.memory_bytes_per_s,
                 "intra_bytes_per_s": device.intra_bytes_per_s,
+                "inter_bytes_per_s": device.inter_bytes_per_s,
                 "note": device.note,
-                "sources": list(device.sources),
+                "sources": list(device.all_sources),
             }
             for device in devices.values()
         ]
@@ -39,16 +40,21 @@ def gpus_to_text(devices: Mapping[str, Device], *, verbose: bool) -> list[str]:
             _number(device.peak_flops.get("bfloat16"), 1e12),
             _number(device.memory_bytes_per_s, 1e9),
             _number(device.intra_bytes_per_s, 1e9),
+            "-" if device.inter_bytes_per_s is None else f"{device.inter_bytes_per_s / 1e9:g}",
         )
         for device in devices.values()
     ]
-    lines = columns([_HEAD, *rows], "<>>>>")
+    lines = columns([_HEAD, *rows], "<>>>>>")
     if verbose:
         for device in devices.values():
             lines += ["", f"{device.name}{': ' if device.note else ''}{device.note}"]
-            lines += [f"  {source}" for source in device.sources]
+            lines += [f"  {source}" for source in device.all_sources]
     else:
-        lines += ["", "TFLOPS are dense; node GB/s is one way per GPU; -v shows the sources"]
+        lines += [
+            "",
+            "TFLOPS are dense; GB/s within a node and between nodes are one way per GPU; the latter is",
+            "assumed where a plan has no `inter`; -v shows the sources",
+        ]
     return lines
 
 

@@ -57,6 +57,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
             "dtype": decision.profile.dtype,
             "residual": decision.profile.residual,
             "runs": _runs(decision.profile),
+            "assumed_network": decision.profile.assumed_network or None,
             "file": str(decision.profile_path) if decision.profile_path else None,
         },
     }
@@ -248,6 +249,9 @@ def _speed(decision: Decision, chosen: Evaluated) -> list[str]:
             f"published runs on {where} of models left out of the fit are {off:.1%} off in the "
             f"median, 90% of them at most {most:.1%}"
         )
+        lines += wrapped(text, 8)
+    if profile.assumed_network:
+        text = f"        assumed: {profile.assumed_network}; state hardware.inter"
         lines += wrapped(text, 8)
     return lines
 

@@ -107,7 +107,7 @@ class TracedModel:
             groups = equal_ranks(traces.plan.assignment)
             if any(traces.plan.mesh.index(ranks[0], ("tp",)) for ranks in groups):
                 return f"the ranks of tp {tp.size} hold shards of different sizes"
-            assert traces.chain
+            self.chain(tp)
         except MeshplanError as error:
             return error.problems[0].what
         return ""
