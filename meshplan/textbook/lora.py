@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshplan.errors import Origin, Problem, SpecError
-from meshplan.model.graph import ModelGraph
+from meshplan.model.graph import ModelGraph, is_inside
 from meshplan.spec.values import did_you_mean
 from meshplan.units import parse_count
 
@@ -122,7 +122,22 @@ def count_adapters(adapters: Adapters, graph: ModelGraph | None) -> int:
         chosen |= found
     if problems:
         raise SpecError(problems)
+    mixtures = _mixtures(graph)
+    is_touched = any(is_inside(fqn, mixture) for fqn in chosen for mixture in mixtures)
+    if is_touched or (mixtures and ALL_LINEAR in adapters.targets):
+        # peft 0.21 turns such targets into adapters of the fused weights for some families.
+        what = f"{':'.join(adapters.targets)} names modules of a mixture of experts, whose weights "
+        what += "are fused; which of them get adapters depends on the version of peft"
+        fix = "name projections of the attention alone, or state the size, --lora params=N, which "
+        fix += "print_trainable_parameters() of the peft model prints"
+        raise SpecError(Problem(what, _FLAG, fix))
     return adapters.rank * sum(sum(shapes[fqn]) for fqn in chosen)
+
+
+def _mixtures(graph: ModelGraph) -> set[str]:
+    """Return the modules whose experts are fused into weights of three dims."""
+    fused = (t for t in graph.parameters if len(t.shape) > 2)
+    return {tensor.module.rpartition(".")[0] for tensor in fused}
 
 
 def _projections(graph: ModelGraph) -> Mapping[str, tuple[int, ...]]:

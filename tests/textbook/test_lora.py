@@ -51,14 +51,21 @@ def test_llama_8b(text, num):
     assert count_adapters(read_adapters(text), from_config(LLAMA)) == num
 
 
-def test_transposed_projections_and_experts():
+def test_transposed_projections():
     gpt2 = from_mapping({"model_type": "gpt2"})
     blocks = 12 * ((768 + 3 * 768) + (768 + 768) + 2 * (768 + 4 * 768))
     assert count_adapters(read_adapters("r=4,targets=all-linear"), gpt2) == 4 * blocks
-    # peft adapts no fused experts, and transformers' router is no linear layer.
+
+
+def test_adapters_of_fused_experts_are_no_guess():
     mixtral = from_config(ROOT / "plans/models/mixtral-8x7b.json")
     attention = 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
-    assert count_adapters(read_adapters("r=8,targets=all-linear"), mixtral) == 8 * attention
+    targets = "targets=q_proj:k_proj:v_proj:o_proj"
+    assert count_adapters(read_adapters(f"r=8,{targets}"), mixtral) == 8 * attention
+    deepseek = from_config(ROOT / "plans/models/deepseek-v3.json")  # With a shared expert.
+    for model, other in ((mixtral, "all-linear"), (deepseek, "q_b_proj:gate_proj")):
+        with pytest.raises(SpecError, match=f"{other} names modules of a mixture of experts"):
+            count_adapters(read_adapters(f"r=8,targets={other}"), model)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +82,7 @@ def test_transposed_projections_and_experts():
         ("r=8,targets=all-linear:q_proj", "is no list of names", "all-linear"),
         ("r=8,params=6.8M", "also follows from r and targets", "params alone"),
         ("r=8,targets=q_prj", "has no projection 'q_prj'", "did you mean 'q_proj'?"),
+        ("r=8,targets=proj", "has no projection 'proj'", "did you mean"),
         ("r=8,targets=layers", "has no projection 'layers'", "q_proj, k_proj, v_proj"),
     ],
 )
