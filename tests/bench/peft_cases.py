@@ -68,11 +68,16 @@ KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """Arguments of LoraConfig by kind; int8 holds the base as integers, tower freezes without peft."""
 
+TOWERS: Final = {
+    "llava": "model.vision_tower", "whisper": "model.encoder", "qwen2": "model.layers.0",
+}  # fmt: skip
+"""The part of each architecture that is frozen without peft."""
+
 CASES: Final = (
     "llama/lora", "gpt2/lora", "llama/int8", "qwen3/dora", "mistral/head", "gemma3_text/lora",
     "phi3/rslora", "gpt_neox/lora", "bloom/dora", "opt/int8", "falcon/lora", "mixtral/lora",
     "qwen3_moe/lora", "olmo2/int8", "starcoder2/rslora", "bert/lora", "t5/lora", "bart/dora",
-    "vit/lora", "llava/tower", "whisper/tower", "siglip/dora", "deepseek_v3/lora", "qwen2/tower",
+    "vit/lora", "llava/tower", "whisper/tower", "clip/dora", "deepseek_v3/lora", "qwen2/tower",
 )  # fmt: skip
 """architecture/kind; the first three are those of the test suite."""
 
@@ -116,16 +121,12 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
     if hasattr(base, "set_experts_implementation"):
         base.set_experts_implementation("eager")  # torch's grouped product takes no float64.
     batch = zoo.inputs_of(architecture, base)
-    model = _frozen_tower(base) if kind == "tower" else _adapted(base, kind)
+    model = _frozen_tower(base, architecture) if kind == "tower" else _adapted(base, kind)
     return model.double(), zoo_cell._doubled(batch)
 
 
-def _frozen_tower(base: nn.Module) -> nn.Module:
-    """Freeze the first part with a block list: a vision tower, an encoder, or the lower blocks."""
-    lists = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    frozen = lists[0] if len(lists) > 1 else lists[0][: len(lists[0]) // 2]
-    for parameter in frozen.parameters():
-        parameter.requires_grad_(False)
+def _frozen_tower(base: nn.Module, architecture: str) -> nn.Module:
+    base.get_submodule(TOWERS[architecture]).requires_grad_(False)
     return base
 
 
