@@ -24,6 +24,7 @@ from meshplan.textbook.inverse import (
     StatesRow,
     max_params,
     min_gpus,
+    rows_of,
     tabulate,
 )
 
@@ -44,6 +45,7 @@ def estimate_states(
     nodes: str | int | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
+    lora: str | None = None,
     plan: str | Path | None = None,
     overrides: Sequence[str] = (),
     ask_max_params: bool = False,
@@ -61,6 +63,8 @@ def estimate_states(
         nodes: Number of nodes; 1 if neither this nor the plan states it.
         gpu: Name of the device whose memory is the limit.
         memory: The memory limit itself; instead of `gpu`.
+        lora: Adapters beside which the model is frozen in bf16: "r=16,targets=q_proj:v_proj",
+            "r=16,targets=all-linear", or "params=6.8M" if only their size is known.
         plan: A plan file that states any of these. Values stated in both places must agree.
         overrides: `KEY=VALUE` statements that change the plan file.
         ask_max_params: If True, also solve for the largest model.
@@ -85,36 +89,50 @@ def estimate_states(
     size = read_sizing(
         {
             "params": params, "config": config, "gpus": gpus, "nodes": nodes, "gpu": gpu,
-            "memory": memory,
+            "memory": memory, "lora": lora,
         },
         spec,
     )  # fmt: skip
+    if lora is not None and ask_max_params:
+        what = "--max-params looks for a model, and the size of adapters depends on the model"
+        raise SpecError(Problem(what, Origin("--max-params"), "leave out one of the two flags"))
     check_enough(size, ask_max_params, ask_min_gpus)
     a, n, limit_bytes = size.num_params, size.num_gpus, size.memory_bytes
     rows: tuple[StatesRow, ...] = ()
     largest, fewest = list[Answer](), list[Answer]()
     if a and n:
         rows = tabulate(
-            num_params=a, num_gpus=n, nodes=size.nodes, memory_bytes=limit_bytes, plan=size.plan_row
-        )
+            num_params=a, num_gpus=n, nodes=size.nodes, memory_bytes=limit_bytes,
+            num_adapter_params=size.num_adapter_params, plan=size.plan_row,
+        )  # fmt: skip
     if ask_max_params and n and limit_bytes:
         largest = [
             max_params(r, num_gpus=n, nodes=size.nodes, memory_bytes=limit_bytes) for r in ROWS
         ]
     if ask_min_gpus and a and limit_bytes:
         fewest = [
-            min_gpus(r, num_params=a, nodes=size.nodes, memory_bytes=limit_bytes) for r in ROWS
-        ]
+            min_gpus(
+                r, num_params=a, nodes=size.nodes, memory_bytes=limit_bytes,
+                num_adapter_params=size.num_adapter_params,
+            )
+            for r in rows_of(size.num_adapter_params)
+        ]  # fmt: skip
     notes = [STATES_ONLY, *size.notes]
     if size.nodes == 1:
         notes.append(
             "on one node hybrid_shard equals full_shard; --nodes states the number of nodes"
+        )
+    if lora is not None and plan is not None:
+        notes.append(
+            "the peak of a step with adapters is traced from the model itself: name a function "
+            "that returns it, with its adapters, by --model or model.entry, and leave out --lora"
         )
     return StatesEstimate(
         num_params=a,
         num_gpus=n,
         nodes=size.nodes,
         memory_bytes=limit_bytes,
+        num_adapter_params=size.num_adapter_params,
         rows=rows,
         max_params=tuple(largest),
         min_gpus=tuple(fewest),

@@ -27,6 +27,7 @@ from meshplan.cli.common import (
     answer,
     answer_json,
     colours,
+    machine_flags,
     model_flags,
     noting,
     plan_file,
@@ -57,11 +58,12 @@ def _estimate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
     parser.add_argument("--gpus", metavar="N", help="number of GPUs on all nodes together")
     parser.add_argument("--nodes", metavar="N", help="number of nodes (default 1)")
-    parser.add_argument("--gpu", metavar="NAME", help="name of the GPU: h100-sxm-80gb, a100-40g")
-    parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
+    machine_flags(parser)
     parser.add_argument(
-        "--explain", action="store_true", help="show formula, numbers, result, source"
-    )
+        "--lora", metavar="ADAPTERS", help="train adapters of a frozen model: "
+        "r=16,targets=q_proj:v_proj (or all-linear), or their size, params=6.8M",
+    )  # fmt: skip
+    parser.add_argument("--explain", action="store_true", help="show formulas, numbers, sources")
     parser.add_argument(
         "--max-params", action="store_true", help="also find the largest model that fits"
     )
@@ -93,7 +95,7 @@ def _estimate(args: argparse.Namespace) -> int:
         flag = next(name for name, value in of_peaks.items() if value)
         what = f"{flag} is about the peak memory of a step, which needs a plan with a model"
         fix = "add -f plan.yaml whose 'model' is a function or a config, and leave out --params, "
-        fix += "--gpus, --nodes, --explain, --max-params and --min-gpus"
+        fix += "--gpus, --nodes, --lora, --explain, --max-params and --min-gpus"
         raise SpecError(Problem(what, Origin(flag), fix))
     estimate = checking.estimate_states(
         params=args.params,
@@ -102,6 +104,7 @@ def _estimate(args: argparse.Namespace) -> int:
         nodes=args.nodes,
         gpu=args.gpu,
         memory=args.memory,
+        lora=args.lora,
         plan=args.file,
         overrides=args.set,
         ask_max_params=args.max_params,
@@ -123,7 +126,7 @@ def _asks_for_peaks(args: argparse.Namespace) -> bool:
     Without flags of the size of a model, the only plan of the directory counts as named.
     """
     of_states = (args.params, args.gpus, args.nodes)
-    is_of_states = args.explain or args.max_params or args.min_gpus
+    is_of_states = args.explain or args.max_params or args.min_gpus or args.lora is not None
     if is_of_states or any(flag is not None for flag in of_states):
         return False
     if args.file is None and args.config is None and plans_in(os.curdir):

@@ -78,14 +78,14 @@ class _Planned:
     create_optimizer: Callable[[], Any]
     create_scheduler: Callable[..., Any]
     current_gradient_accumulation_steps: int
-    model_accepts_loss_kwargs: bool
-    compute_loss_func: Any
 
     def __init__(
         self, *args: Any, plan: PlanLike = "plan.yaml", example_inputs: Any = None, **kwargs: Any
     ) -> None:
         self._plan, self._example_inputs = plan, example_inputs
         self._step: ExternalStep | None = None
+        self._is_counted = False
+        """True if the loss was last divided by a number of tokens that the caller counted."""
         spec_of(plan)  # An unreadable plan is reported here, not at the first batch.
         super().__init__(*args, **kwargs)
         if self.optimizer is not None or self.lr_scheduler is not None:
@@ -118,6 +118,8 @@ class _Planned:
             self._check(wrapped)
             self._step = ExternalStep(wrapped)
             self.model, self.model_wrapped = own_module(wrapped), wrapped
+            if hasattr(self, "_tp_size"):
+                self._tp_size = self.get_tp_size()  # By which TRL divides its count of tokens.
         wrapped = self._step.model
         if not any(each is wrapped for each in self.accelerator._models):
             self.accelerator._models.append(wrapped)  # It is prepared.
@@ -254,6 +256,8 @@ class _Planned:
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         assert self._step is not None
+        num_items = kwargs.get("num_items_in_batch", args[2] if len(args) > 2 else None)
+        self._is_counted = num_items is not None
         with self._step.guarding_loss():
             return super().compute_loss(model, *args, **kwargs)  # type: ignore[misc]
 
@@ -289,12 +293,14 @@ class _Planned:
             labels = labels.clone()
             labels[max(0, left - index * len(labels)) :] = IGNORED
             inputs = {**inputs, "labels": labels}
+        self._is_counted = False
         with guarded("prediction_step"):
             loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
             if loss is None or not is_counted or ranks == 1:
                 return (loss, *rest)
-            if self.model_accepts_loss_kwargs or self.compute_loss_func is not None:
+            if self._is_counted:
                 # The Trainer has divided by the tokens of all ranks, and multiplied by the ranks.
+                # Subclasses that evaluate by themselves, such as TRL's, may take this rank's mean.
                 loss = reduce(loss, "mean", self._planned())
             else:
                 shifts = getattr(self, "_loss_shifts_labels", False)
@@ -389,7 +395,7 @@ def _argument_problems(args: Any) -> list[Problem]:
     refuse(
         get("gradient_checkpointing") or get("activation_checkpointing"),
         "gradient_checkpointing=True",
-        "say activation_checkpointing: full in the plan",
+        "set it to False, and say activation_checkpointing: full in the plan",
     )
     for name in ("dispatch_batches", "split_batches"):
         fix = "leave it out: each data rank reads batches of per_device_train_batch_size"

@@ -16,6 +16,9 @@ from meshplan.shown import shown
 Quantity: TypeAlias = Any
 """An int, a sympy expression or a Monomial."""
 
+LORA: Final = "lora"
+"""The precision of rows whose model is frozen in bf16 and whose adapters are trained in fp32."""
+
 Terms: TypeAlias = dict[str, Quantity]
 """Bytes on one GPU by category. The total is the sum of the values."""
 
@@ -130,6 +133,64 @@ def hybrid_shard(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
     return full_shard(a, share(n, nodes), 1)
 
 
+def lora_ddp(a: Quantity, n: Quantity, nodes: Quantity, t: Quantity) -> Terms:
+    """LoRA under DistributedDataParallel, 2a + 20t: a bf16 base without gradients or Adam.
+
+    Args:
+        a: Number of parameters of the base, which are frozen.
+        n: Number of GPUs.
+        nodes: Number of nodes.
+        t: Number of parameters of the adapters, which are trained in fp32.
+
+    Units: bytes per GPU.
+
+    Source: LoRA (Hu et al. 2021), section 4.2: frozen parameters need no optimizer states; the
+        base in 2 bytes a parameter; adapters as in the row of full training, Adam's two fp32
+        moments as in ZeRO (Rajbhandari et al. 2020), section 3.1.
+    """
+    return {"base": 2 * a, **ddp_fp32(t, n, nodes)}
+
+
+def lora_zero1(a: Quantity, n: Quantity, nodes: Quantity, t: Quantity) -> Terms:
+    """LoRA under ZeRO-1, 2a + 8t + 8t/n: only the optimizer states of the adapters are sharded.
+
+    Units: bytes per GPU.
+
+    Source: LoRA (Hu et al. 2021), section 4.2; ZeRO (Rajbhandari et al. 2020), section 5.1.
+    """
+    return {"base": 2 * a, **zero1(t, n, nodes)}
+
+
+def lora_zero2(a: Quantity, n: Quantity, nodes: Quantity, t: Quantity) -> Terms:
+    """LoRA under ZeRO-2, 2a + 4t + 12t/n: the adapters' gradients are sharded too.
+
+    Units: bytes per GPU.
+
+    Source: LoRA (Hu et al. 2021), section 4.2; ZeRO (Rajbhandari et al. 2020), section 5.2.
+    """
+    return {"base": 2 * a, **zero2(t, n, nodes)}
+
+
+def lora_full_shard(a: Quantity, n: Quantity, nodes: Quantity, t: Quantity) -> Terms:
+    """LoRA under FULL_SHARD, 2a/n + 16t/n: base and adapters are sharded over all GPUs.
+
+    Units: bytes per GPU.
+
+    Source: LoRA (Hu et al. 2021), section 4.2; ZeRO (Rajbhandari et al. 2020), section 5.3.
+    """
+    return {"base": 2 * share(a, n), **full_shard(t, n, nodes)}
+
+
+def lora_hybrid_shard(a: Quantity, n: Quantity, nodes: Quantity, t: Quantity) -> Terms:
+    """LoRA under HYBRID_SHARD, 2a/(n/nodes) + 16t/(n/nodes): sharded inside each node.
+
+    Units: bytes per GPU.
+
+    Source: LoRA (Hu et al. 2021), section 4.2; PyTorch FSDP (Zhao et al. 2023), section 3.2.2.
+    """
+    return lora_full_shard(a, share(n, nodes), 1, t)
+
+
 @shown
 @dataclass(frozen=True, slots=True)
 class FormulaRow:
@@ -137,20 +198,26 @@ class FormulaRow:
 
     Args:
         strategy: ddp, zero1, zero2, full_shard or hybrid_shard.
-        precision: "fp32", or "mixed" for fp32 master weights and bf16 compute.
-        terms: The formula, a function of the numbers of parameters, GPUs and nodes.
+        precision: "fp32"; "mixed" for fp32 master weights and bf16 compute; or "lora" for a frozen
+            base in bf16 and adapters in fp32.
+        terms: The formula, a function of the numbers of parameters, GPUs and nodes; for "lora",
+            also of the number of the adapters' parameters.
     """
 
     strategy: str
     precision: str
-    terms: Callable[[Quantity, Quantity, Quantity], Terms]
+    terms: Callable[..., Terms]
 
-    def total(self, a: Quantity, n: Quantity, nodes: Quantity) -> Quantity:
+    def evaluate(self, a: Quantity, n: Quantity, nodes: Quantity, t: Quantity = 0) -> Terms:
+        """Return the terms, in the type of the operands; only rows of LoRA depend on `t`."""
+        return self.terms(a, n, nodes, t) if self.precision == LORA else self.terms(a, n, nodes)
+
+    def total(self, a: Quantity, n: Quantity, nodes: Quantity, t: Quantity = 0) -> Quantity:
         """Return the sum of the terms, in the type of the operands."""
-        return sum(self.terms(a, n, nodes).values())
+        return sum(self.evaluate(a, n, nodes, t).values())
 
     def written(self) -> Mapping[str, str]:
-        """Return each term as text in a, n and nodes, by category, such as {"weights": "4*a"}."""
+        """Return each term as text in a, n, nodes and t, by category: {"weights": "4*a"}."""
         return {name: str(term) for name, term in self._symbolic().items()}
 
     @property
@@ -171,7 +238,7 @@ class FormulaRow:
         return " ".join((self.terms.__doc__ or "").partition("Source:")[2].split())
 
     def _symbolic(self) -> dict[str, Monomial]:
-        return self.terms(Monomial(1, "a"), Monomial(1, "n"), Monomial(1, "nodes"))
+        return self.evaluate(*(Monomial(1, name) for name in ("a", "n", "nodes", "t")))
 
 
 ROWS: Final = (
@@ -183,6 +250,15 @@ ROWS: Final = (
     FormulaRow("hybrid_shard", "fp32", hybrid_shard),
 )
 """Every row of the table, in the order in which it is shown."""
+
+LORA_ROWS: Final = (
+    FormulaRow("ddp", LORA, lora_ddp),
+    FormulaRow("zero1", LORA, lora_zero1),
+    FormulaRow("zero2", LORA, lora_zero2),
+    FormulaRow("full_shard", LORA, lora_full_shard),
+    FormulaRow("hybrid_shard", LORA, lora_hybrid_shard),
+)
+"""The rows of the table if adapters are trained and the model itself is frozen."""
 
 
 def activations_per_layer(

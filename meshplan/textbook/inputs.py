@@ -19,6 +19,8 @@ from meshplan.model.blueprint.config import config_file
 from meshplan.model.graph import ModelGraph
 from meshplan.spec.spec import AUTO, Spec
 from meshplan.spec.strategies import resolve_mesh
+from meshplan.textbook.formulas import LORA
+from meshplan.textbook.lora import count_adapters, read_adapters
 from meshplan.units import parse_count, parse_memory
 
 _PATHS: Final[Mapping[str, str]] = {
@@ -64,6 +66,7 @@ class Sizing:
         num_gpus: Number of GPUs on all nodes together.
         nodes: Number of nodes.
         memory_bytes: Memory of one GPU that the states may use.
+        num_adapter_params: Number of parameters of LoRA adapters; None if the model is trained.
         plan_row: The (strategy, precision) of the table row that matches the plan file; None if no
             row does.
         notes: Remarks on these numbers, for the user.
@@ -73,6 +76,7 @@ class Sizing:
     num_gpus: int | None
     nodes: int
     memory_bytes: int | None
+    num_adapter_params: int | None = None
     plan_row: tuple[str, str] | None = None
     notes: tuple[str, ...] = ()
 
@@ -83,8 +87,8 @@ def read_sizing(
     """Return the inputs that flags and a plan file state together.
 
     Args:
-        flags: Values by the names params, config, gpus, nodes, gpu and memory; None for a flag that
-            is not given.
+        flags: Values by the names params, config, gpus, nodes, gpu, memory and lora; None for a
+            flag that is not given.
         spec: The plan file, if any.
 
     Raises:
@@ -93,19 +97,27 @@ def read_sizing(
     """
     problems: list[Problem] = []
     notes: list[str] = []
-    facts = _facts_of_flags(flags, problems, notes)
+    facts, graph = _facts_of_flags(flags, problems, notes)
     if problems:
         raise SpecError(problems)
     row = None
     if spec is not None:
-        facts = _merge(facts, _facts_of_plan(spec, notes), spec, flags)
+        planned, of_plan = _facts_of_plan(spec, notes)
+        facts, graph = _merge(facts, planned, spec, flags), graph or of_plan
         _check_nodes(facts)
         row = _plan_row(spec, facts, notes)
         if "memory" in facts:
             facts["memory"] = _without_headroom(facts["memory"], spec, notes)
     _check_nodes(facts)
     notes += questions(**{name: facts.get(name) for name in _BEYOND})
+    num_adapter_params = None
+    if (lora := flags.get("lora")) is not None:
+        adapters = read_adapters(str(lora))
+        if "params" in facts:  # Without a model, `check_enough` says what is missing.
+            num_adapter_params = count_adapters(adapters, graph)
+        row = row and (row[0], LORA)
     return Sizing(
+        num_adapter_params=num_adapter_params,
         num_params=facts.get("params"),
         num_gpus=facts.get("gpus"),
         nodes=facts.get("nodes", 1),
@@ -132,10 +144,11 @@ def graph_of(spec: Spec) -> ModelGraph | None:
 
 def _facts_of_flags(
     flags: Mapping[str, Any], problems: list[Problem], notes: list[str]
-) -> dict[str, int]:
-    """Return the numbers that flags state, by the names params, gpus, nodes and memory.
+) -> tuple[dict[str, int], ModelGraph | None]:
+    """Return the numbers that flags state, and the model of --config; None without it.
 
-    Problems and notes are appended to the lists given.
+    The names of numbers are params, gpus, nodes and memory. Problems and notes are appended to the
+    lists given.
     """
 
     def read(name: str, parse: Callable[[Any], Any], example: str) -> Any:
@@ -169,7 +182,7 @@ def _facts_of_flags(
     memory = read("gpu", lambda name: _memory_of(name, Origin("--gpu"), notes), "")
     if memory is not None:
         facts["memory"] = memory
-    return {name: value for name, value in facts.items() if value is not None}
+    return {name: value for name, value in facts.items() if value is not None}, graph
 
 
 def _memory_of(gpu: str, origin: Origin, notes: list[str]) -> int:
@@ -199,15 +212,19 @@ def _without_headroom(limit_bytes: int, spec: Spec, notes: list[str]) -> int:
     return int(limit_bytes * (1 - headroom))
 
 
-def _facts_of_plan(spec: Spec, notes: list[str]) -> dict[str, int]:
-    """Return the numbers that a plan states, by the names of `_facts_of_flags`."""
+def _facts_of_plan(spec: Spec, notes: list[str]) -> tuple[dict[str, int], ModelGraph | None]:
+    """Return the numbers that a plan states, and its model, as `_facts_of_flags` does.
+
+    The model is None if the plan states only its number of parameters.
+    """
     facts = {}
     if (graph := graph_of(spec)) is not None:
         facts["params"] = graph.num_params
         notes += graph.notes
     if (hardware := spec.hardware) is not None:
         facts |= {"gpus": hardware.world_size, "nodes": hardware.nodes}
-    return facts | _memory_of_plan(spec, notes)
+    has_modules = spec.model is not None and spec.model.config is not None
+    return facts | _memory_of_plan(spec, notes), graph if has_modules else None
 
 
 def _merge(
@@ -294,7 +311,7 @@ def read_limit(
     problems: list[Problem] = []
     notes: list[str] = []
     flags = {"gpu": gpu, "memory": memory}
-    stated = _facts_of_flags(flags, problems, notes)
+    stated, _ = _facts_of_flags(flags, problems, notes)
     if problems:
         raise SpecError(problems)
     hardware = spec.hardware

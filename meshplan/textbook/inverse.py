@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshplan.shown import shown
-from meshplan.textbook.formulas import ROWS, FormulaRow
+from meshplan.textbook.formulas import LORA_ROWS, ROWS, FormulaRow
 
 STATES_ONLY: Final = (
     "states only: activations, buffers of communication other than DDP's, and the CUDA context "
@@ -80,9 +80,11 @@ class StatesEstimate:
     """The whole result of `estimate`. A number that is not stated is None.
 
     Args:
-        num_params: Number of parameters.
+        num_params: Number of parameters, without those of adapters.
         num_gpus: Number of GPUs on all nodes together.
         nodes: Number of nodes.
+        num_adapter_params: Number of parameters of LoRA adapters, beside which the model is
+            frozen; None if the model itself is trained.
         memory_bytes: Memory of one GPU.
         rows: The table; empty unless the numbers of parameters and GPUs are known.
         max_params: Largest model for each row of the table; empty if not asked for.
@@ -94,6 +96,7 @@ class StatesEstimate:
     num_gpus: int | None
     nodes: int
     memory_bytes: int | None
+    num_adapter_params: int | None = None
     rows: tuple[StatesRow, ...] = ()
     max_params: tuple[Answer, ...] = ()
     min_gpus: tuple[Answer, ...] = ()
@@ -114,9 +117,12 @@ def tabulate(
     num_gpus: int,
     nodes: int,
     memory_bytes: int | None = None,
+    num_adapter_params: int | None = None,
     plan: tuple[str, str] | None = None,
 ) -> tuple[StatesRow, ...]:
     """Return every row of the table; `plan` is the (strategy, precision) of the row to mark.
+
+    With `num_adapter_params`, these are the rows of LoRA.
 
     >>> [row.bytes_per_gpu for row in tabulate(num_params=1000, num_gpus=8, nodes=2)]
     [20000, 18000, 9000, 5500, 2000, 4000]
@@ -124,12 +130,17 @@ def tabulate(
     return tuple(
         StatesRow(
             row=row,
-            terms=row.terms(num_params, num_gpus, nodes),
+            terms=row.evaluate(num_params, num_gpus, nodes, num_adapter_params or 0),
             memory_bytes=memory_bytes,
             is_plan=plan == (row.strategy, row.precision),
         )
-        for row in ROWS
+        for row in rows_of(num_adapter_params)
     )
+
+
+def rows_of(num_adapter_params: int | None) -> tuple[FormulaRow, ...]:
+    """Return the rows of LoRA if a number of adapters' parameters is given, else all others."""
+    return ROWS if num_adapter_params is None else LORA_ROWS
 
 
 def max_params(row: FormulaRow, *, num_gpus: int, nodes: int, memory_bytes: int) -> Answer:
@@ -148,14 +159,22 @@ def max_params(row: FormulaRow, *, num_gpus: int, nodes: int, memory_bytes: int)
     return Answer(row=row, solution=solution, value=value or None)
 
 
-def min_gpus(row: FormulaRow, *, num_params: int, nodes: int, memory_bytes: int) -> Answer:
+def min_gpus(
+    row: FormulaRow,
+    *,
+    num_params: int,
+    nodes: int,
+    memory_bytes: int,
+    num_adapter_params: int | None = None,
+) -> Answer:
     """Return the smallest number of GPUs, a multiple of `nodes`, on which the states fit."""
-    root, solution = _solve(row, "n", {"a": num_params, "nodes": nodes, "M": memory_bytes})
+    t = num_adapter_params or 0
+    root, solution = _solve(row, "n", {"a": num_params, "nodes": nodes, "M": memory_bytes, "t": t})
 
     def fits(num_gpus: int) -> bool:
-        return bool(row.total(num_params, num_gpus, nodes) <= memory_bytes)
+        return bool(row.total(num_params, num_gpus, nodes, t) <= memory_bytes)
 
-    most = num_params * nodes  # With one element per GPU, more GPUs save nothing.
+    most = max(num_params, t) * nodes  # With one element per GPU, more GPUs save nothing.
     if not fits(most):
         return Answer(row=row, solution=solution, value=None)
     least = nodes if root is None else max(nodes, -(-math.ceil(root) // nodes) * nodes)
@@ -171,9 +190,9 @@ def _solve(row: FormulaRow, unknown: str, known: Mapping[str, int]) -> tuple[flo
     """
     import sympy
 
-    names = ("a", "n", "nodes", "M")
+    names = ("a", "n", "nodes", "M", "t")
     symbol = {name: sympy.Symbol(name) for name in names}
-    total = row.total(symbol["a"], symbol["n"], symbol["nodes"])
+    total = row.total(symbol["a"], symbol["n"], symbol["nodes"], symbol["t"])
     if symbol[unknown] not in total.free_symbols:
         return None, ""
     (root,) = sympy.solve(total - symbol["M"], symbol[unknown])

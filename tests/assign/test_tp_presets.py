@@ -68,6 +68,13 @@ def test_rules_override_module_by_module() -> None:
             "    fix: replicate it with a rule: {match: 'layers.*.up', place: {tp: R}}",
         ),
         (
+            HF,
+            {"layers.*.attn": "colwise"},
+            "tp_plan: 'colwise' cannot be applied to layers.0.attn (Attention): it needs a linear, "
+            "conv1d or embedding module\n"
+            "    fix: use tp_plan: auto, which follows the recorded forward",
+        ),
+        (
             HF | {"mesh": {"dp_shard": 2}},
             {},
             "tp_plan: 'tp_plan' has no effect without a tp axis\n"

@@ -7,10 +7,10 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshplan.textbook.formulas import ROWS, FormulaRow, activations_per_layer
+from meshplan.textbook.formulas import LORA_ROWS, ROWS, FormulaRow, activations_per_layer
 from meshplan.textbook.inverse import max_params, min_gpus, tabulate
 
-a, n, nodes = sympy.symbols("a n nodes", positive=True)
+a, n, nodes, t = sympy.symbols("a n nodes t", positive=True)
 
 # (strategy, precision) -> the formula as it is printed, and as the textbook adds it up.
 TEXTBOOK = {
@@ -20,33 +20,46 @@ TEXTBOOK = {
     ("zero2", "fp32"): ("4*a + 12*a/n", 4 * a + 12 * a / n),
     ("full_shard", "fp32"): ("16*a/n", 16 * a / n),
     ("hybrid_shard", "fp32"): ("16*a/(n/nodes)", 16 * a / (n / nodes)),
-}
+    ("ddp", "lora"): ("2*a + 20*t", 2 * a + 4 * t + 4 * t + 8 * t + 4 * t),
+    ("zero1", "lora"): ("2*a + 8*t + 8*t/n", 2 * a + 4 * t + 4 * t + 8 * t / n),
+    ("zero2", "lora"): ("2*a + 4*t + 12*t/n", 2 * a + 4 * t + 12 * t / n),
+    ("full_shard", "lora"): ("2*a/n + 16*t/n", (2 * a + 16 * t) / n),
+    ("hybrid_shard", "lora"): (
+        "2*a/(n/nodes) + 16*t/(n/nodes)", (2 * a + 16 * t) / (n / nodes)
+    ),
+}  # fmt: skip
 
 rows = st.sampled_from(ROWS)
+every = st.sampled_from((*ROWS, *LORA_ROWS))
 
 
 def test_rows_are_the_textbook_in_order():
-    assert [(row.strategy, row.precision) for row in ROWS] == list(TEXTBOOK)
+    assert [(row.strategy, row.precision) for row in (*ROWS, *LORA_ROWS)] == list(TEXTBOOK)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.strategy}-{row.precision}")
+@pytest.mark.parametrize(
+    "row", [*ROWS, *LORA_ROWS], ids=lambda row: f"{row.strategy}-{row.precision}"
+)
 def test_symbols_and_print_agree_with_the_textbook(row: FormulaRow):
     written, total = TEXTBOOK[row.strategy, row.precision]
     assert row.formula == written
-    assert sympy.simplify(row.total(a, n, nodes) - total) == 0
-    assert sympy.simplify(sympy.sympify(written, {"a": a, "n": n, "nodes": nodes}) - total) == 0
-    for name, term in row.terms(a, n, nodes).items():
+    symbols = {"a": a, "n": n, "nodes": nodes, "t": t}
+    assert sympy.simplify(row.total(*symbols.values()) - total) == 0
+    assert sympy.simplify(sympy.sympify(written, symbols) - total) == 0
+    for name, term in row.evaluate(*symbols.values()).items():
         assert sympy.simplify(sympy.sympify(row.written()[name]) - sympy.sympify(str(term))) == 0
     assert row.source
 
 
-@given(rows, st.integers(1, 10**13), st.integers(1, 100), st.integers(1, 64))
-def test_ints_are_the_symbols_rounded_up_to_whole_elements(row, num_params, per_node, num_nodes):
+@given(
+    every, st.integers(1, 10**13), st.integers(1, 10**9), st.integers(1, 100), st.integers(1, 64)
+)
+def test_ints_are_the_symbols_rounded_up_to_whole_elements(row, num, adapters, per_node, num_nodes):
     num_gpus = per_node * num_nodes
-    exact = row.total(a, n, nodes).subs({a: num_params, n: num_gpus, nodes: num_nodes})
-    total = row.total(num_params, num_gpus, num_nodes)
+    numbers = {a: num, n: num_gpus, nodes: num_nodes, t: adapters}
+    total = row.total(*numbers.values())
     assert isinstance(total, int)
-    assert 0 <= total - exact < 16
+    assert 0 <= total - row.total(*numbers).subs(numbers) < 18
 
 
 @given(rows, st.integers(1, 10**6), st.integers(1, 16), st.integers(1, 8))
@@ -79,14 +92,17 @@ def test_the_largest_model_is_the_largest(row, per_node, num_nodes, memory_bytes
     assert found == max(fitting, default=None)
 
 
-@settings(max_examples=40)
-@given(rows, st.integers(1, 200), st.integers(1, 4), st.integers(1, 4000))
-def test_the_fewest_gpus_are_the_fewest(row, num_params, num_nodes, memory_bytes):
-    found = min_gpus(row, num_params=num_params, nodes=num_nodes, memory_bytes=memory_bytes).value
+@settings(max_examples=60)
+@given(every, st.integers(1, 200), st.integers(1, 300), st.integers(1, 4), st.integers(1, 4000))
+def test_the_fewest_gpus_are_the_fewest(row, num_params, adapters, num_nodes, memory_bytes):
+    found = min_gpus(
+        row, num_params=num_params, num_adapter_params=adapters, nodes=num_nodes,
+        memory_bytes=memory_bytes,
+    ).value  # fmt: skip
     fitting = (
         num_gpus
-        for num_gpus in range(num_nodes, num_params * num_nodes + 1, num_nodes)
-        if row.total(num_params, num_gpus, num_nodes) <= memory_bytes
+        for num_gpus in range(num_nodes, 300 * num_nodes + 1, num_nodes)
+        if row.total(num_params, num_gpus, num_nodes, adapters) <= memory_bytes
     )
     assert found == next(fitting, None)
 

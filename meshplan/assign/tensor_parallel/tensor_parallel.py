@@ -161,14 +161,19 @@ def _cannot_take(graph: ModelGraph, info: ModuleInfo, entry: Preset) -> Problem:
         for m in graph.modules.values()
         if m.kind in kinds and (not info.fqn or m.fqn.startswith(info.fqn + "."))
     ]
-    if below:
+    origin = entry.reason.origin
+    if origin is not None and origin.path == "tp_plan":
+        # Such as a projection with adapters of peft around it, of which the model's plan knows
+        # nothing: what adds up inside needs styles that fit together.
+        fix = "use tp_plan: auto, which follows the recorded forward"
+    elif below:
         fix = f"match a module that can, such as '{below[0]}'"
     else:
         fix = "remove the placement, or state 'R'"
     a = "an" if kinds[0][0] in "aeiou" else "a"
     return Problem(
         f"'{word}' cannot be applied to {name} ({info.type}): it needs {a} {_either(kinds)} module",
-        entry.reason.origin,
+        origin,
         fix,
     )
 

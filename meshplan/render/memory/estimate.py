@@ -24,6 +24,11 @@ def estimate_to_json(estimate: StatesEstimate, *, explain: bool = False) -> dict
         "num_gpus": estimate.num_gpus,
         "nodes": estimate.nodes,
         "memory_bytes": estimate.memory_bytes,
+        **(
+            {}
+            if estimate.num_adapter_params is None
+            else {"num_adapter_params": estimate.num_adapter_params}
+        ),
         "rows": [_row_to_json(row, estimate, explain) for row in estimate.rows],
     }
     for question, unknown in (("max_params", "num_params"), ("min_gpus", "num_gpus")):
@@ -98,10 +103,7 @@ def _table(estimate: StatesEstimate, colour: bool) -> list[str]:
         for row in estimate.rows
     ]
     lines = columns([header, *rows], "<<<" + ">" * (len(terms) + 1))
-    title = (
-        f"{format_count(estimate.num_params)} parameters on {_where(estimate)}: "
-        "training states of each GPU in GiB"
-    )
+    title = f"{_model(estimate)} on {_where(estimate)}: training states of each GPU in GiB"
     if estimate.memory_bytes is not None:
         title += f", of {format_gib(estimate.memory_bytes)}"
     marked = [
@@ -162,7 +164,7 @@ def _fewest_gpus(estimate: StatesEstimate, explain: bool) -> list[str]:
     assert estimate.memory_bytes is not None
     title = (
         f"fewest GPUs of {format_gib(estimate.memory_bytes)} whose memory holds the states of "
-        f"{format_count(estimate.num_params)} parameters on {_nodes(estimate.nodes)}"
+        f"{_model(estimate)} on {_nodes(estimate.nodes)}"
     )
     cells = [
         (
@@ -184,12 +186,21 @@ def _solution(answer: Answer, estimate: StatesEstimate, explain: bool) -> tuple[
     return (solution, _substitute(answer.solution, _values(estimate)))
 
 
+def _model(estimate: StatesEstimate) -> str:
+    assert estimate.num_params is not None
+    text = f"{format_count(estimate.num_params)} parameters"
+    if estimate.num_adapter_params is None:
+        return text
+    return f"{text}, frozen, and {format_count(estimate.num_adapter_params)} of adapters"
+
+
 def _values(estimate: StatesEstimate) -> Mapping[str, int | None]:
     return {
         "a": estimate.num_params,
         "n": estimate.num_gpus,
         "nodes": estimate.nodes,
         "M": estimate.memory_bytes,
+        "t": estimate.num_adapter_params,
     }
 
 

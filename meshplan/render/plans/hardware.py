@@ -52,8 +52,8 @@ def gpus_to_text(devices: Mapping[str, Device], *, verbose: bool) -> list[str]:
     else:
         lines += [
             "",
-            "TFLOPS are dense; GB/s within a node and between nodes are one way per GPU; the latter is",
-            "assumed where a plan has no `inter`; -v shows the sources",
+            "TFLOPS are dense; GB/s are one way per GPU. The network is assumed where a plan has no",
+            "`inter`; -v shows the sources",
         ]
     return lines
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -160,6 +160,7 @@ class Loading:
         folder: The state's folder.
         optimizer: The optimizer, if it is loaded.
         strict: If False, skip the names that only the state or only the model has.
+        wanted: Names of the model that the state must have; None for all of them.
 
     Attributes:
         skipped: The names that were skipped.
@@ -173,10 +174,14 @@ class Loading:
         optimizer: torch.optim.Optimizer | None,
         *,
         strict: bool,
+        wanted: Container[str] | None = None,
     ) -> None:
         self._live, self._folder = live, folder
         self._optimizer, self._strict = optimizer, strict
         self._matching = match(manifest, live.plan)
+        if wanted is not None:
+            missing = tuple(name for name in self._matching.missing if name in wanted)
+            self._matching = replace(self._matching, missing=missing)
         self._manifest = self._matching.manifest
         self._reader = StateReader(folder, self._manifest)
         self._states = optimizer_states(self._manifest)

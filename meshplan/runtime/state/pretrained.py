@@ -15,6 +15,12 @@ from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import own_module
 from meshplan.runtime.base.mesh import full
 from meshplan.runtime.comparisons.drift import check_drift
+from meshplan.runtime.state.adapters import (
+    CONFIG,
+    load_adapters,
+    peft_model_of,
+    save_adapters,
+)
 from meshplan.runtime.state.agree import agree, agree_on_folder
 from meshplan.runtime.state.background import finish_background, next_board
 from meshplan.runtime.state.live import WORDS, LiveState, bytes_of
@@ -34,6 +40,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     transformers and any other reader of safetensors takes them. Tensors are gathered one after the
     other, and each rank writes a part of them: no rank ever holds the whole model.
 
+    Of a model of peft it writes the adapters and their configuration alone, as peft does, for
+    `PeftModel.from_pretrained`. They are gathered on rank 0.
+
     Args:
         model: The module that `parallelize` returned.
         folder: A folder that all ranks share, without a checkpoint yet. If the model has a config
@@ -52,6 +61,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     check_drift(model, live.plan, live.applied.mesh)
     board = next_board()
     target = agree_on_folder(board, folder)
+    if (root := peft_model_of(model)) is not None:
+        save_adapters(model, root, board, target)
+        return target
 
     def begin(parts: list[Any]) -> None:
         check_empty(target)
@@ -136,6 +148,8 @@ def load_pretrained(
 ) -> tuple[str, ...]:
     """Load a checkpoint of Hugging Face straight into the shards. All ranks must call this.
 
+    A folder with an adapter of peft is loaded into the adapters of a model of peft.
+
     Each rank reads only the parts that its shards consist of, so no rank ever holds the whole
     model: build the module on the meta device to save the memory of its initial values as well.
 
@@ -154,6 +168,8 @@ def load_pretrained(
     come_together("load_pretrained")
     finish_background()
     board, source = next_board(), folder_to_read(folder)
+    if (root := peft_model_of(model)) is not None and (source / CONFIG).exists():
+        return load_adapters(model, root, board, source, strict=strict)
     loading: list[Loading] = []
 
     def check() -> None:

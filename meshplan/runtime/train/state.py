@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -34,14 +34,29 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     state = applied(model)
     come_together("full_state_dict")
     check_drift(model, state.plan, state.mesh)
+    return gather_tensors(model)
+
+
+def gather_tensors(
+    model: nn.Module, names: Container[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """Gather tensors of the state dict on rank 0, one after another; all ranks must call this.
+
+    Args:
+        model: The module that `parallelize` returned.
+        names: The names of those to gather; None for all.
+
+    Returns:
+        Full CPU tensors on rank 0, `{}` on every other rank.
+    """
     if isinstance(model, PipelinedModule):
-        return gather_stages(model)
+        return gather_stages(model, names)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     is_first = dist.get_rank() == 0
     out: dict[str, torch.Tensor] = {}
     gathered: dict[int, torch.Tensor] = {}
     for name, value in inner.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or (names is not None and name not in names):
             continue
         if id(value) not in gathered:  # Gather a tied tensor once, and keep it tied.
             whole = full(value.detach())

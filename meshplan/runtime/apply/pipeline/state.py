@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 import torch.distributed as dist
 
@@ -9,10 +11,16 @@ from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.base.mesh import device, full
 
 
-def gather_stages(model: PipelinedModule) -> dict[str, torch.Tensor]:
+def gather_stages(
+    model: PipelinedModule, names: Container[str] | None = None
+) -> dict[str, torch.Tensor]:
     """Gather every tensor of every stage on rank 0; all ranks must call it.
 
     The ranks of one stage that holds a tensor gather its shards, and send it along pp to rank 0.
+
+    Args:
+        model: The pipelined model.
+        names: The names of the tensors to gather; None for all.
 
     Returns:
         On rank 0, full CPU tensors by their name in the model's state dict; `{}` on other ranks.
@@ -27,7 +35,7 @@ def gather_stages(model: PipelinedModule) -> dict[str, torch.Tensor]:
     gathered: dict[str, torch.Tensor] = {}
     for name in model.names:
         fqn = first.get(name)
-        if fqn is None:
+        if fqn is None or (names is not None and name not in names):
             continue
         if fqn not in gathered:
             # A buffer is taken from the last stage that holds it: earlier stages end their forward

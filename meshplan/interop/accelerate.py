@@ -1,0 +1,129 @@
+"""`planned_state`: `Accelerator.save_state` and `load_state` with the training state of meshplan.
+
+accelerate saves what its `prepare` was given: each rank's shards of the model, and the optimizer
+of the main process alone. A parallelized model is therefore not prepared. Hooks write and read one
+state of meshplan in its place, which loads under any plan.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from meshplan.errors import ApplyError, Origin, Problem
+from meshplan.runtime.apply.wrap import applied
+from meshplan.runtime.state.load import load
+from meshplan.runtime.state.save import Stateful, save
+from meshplan.runtime.watch.guard import guarded
+
+_STATE: Final = "meshplan"
+"""Folder of the training state in a folder of `Accelerator.save_state`."""
+
+
+@guarded("planned_state")
+def planned_state(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    data: Stateful | None = None,
+) -> None:
+    """Let an Accelerator save and load the training state of a parallelized model.
+
+    `accelerator.save_state(folder)` then also writes `folder/meshplan`, and
+    `accelerator.load_state(folder)` reads it, under any plan and on any number of ranks. The random
+    number generators go on as `meshplan.load` says, not from accelerate's files of single ranks.
+
+    Args:
+        accelerator: The Accelerator, with `mixed_precision="no"`, and without plugins of FSDP,
+            DeepSpeed or Megatron-LM, in whose place the plan stands.
+        model: The module that `parallelize` returned. It is not passed to `prepare`.
+        optimizer: Its optimizer, which is not passed to `prepare` either.
+        scheduler: A learning rate scheduler.
+        data: The loader, such as that of `meshplan.dataloader`.
+
+    Raises:
+        ApplyError: The Accelerator would change what the plan decides, was given this model or
+            optimizer, or has another planned state.
+    """
+    applied(model)  # It was parallelized.
+    if problems := _problems(accelerator, model, optimizer):
+        raise ApplyError(problems)
+    state = _PlannedState(model, optimizer, scheduler, data)
+    accelerator.register_save_state_pre_hook(state.save)
+    accelerator.register_load_state_pre_hook(state.find)
+    accelerator.register_for_checkpointing(state)
+
+
+class _PlannedState:
+    """The hooks of one Accelerator; its last, of an object with a state dict, loads."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Stateful | None,
+        data: Stateful | None,
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._scheduler, self._data = scheduler, data
+        self._num_saved = 0
+        self._source = ""
+
+    def save(self, models: Any, weights: Any, folder: str) -> None:
+        """Write the state; accelerate calls this on every rank before it writes its own files."""
+        self._num_saved += 1
+        save(
+            os.path.join(folder, _STATE), self._model, self._optimizer, step=self._num_saved,
+            scheduler=self._scheduler, data=self._data, keep=1,
+        )  # fmt: skip
+
+    def find(self, models: Any, folder: str) -> None:
+        """Remember the folder, which accelerate tells to this hook alone."""
+        if not os.path.isdir(os.path.join(folder, _STATE)):
+            what = "this folder has no training state of meshplan"
+            fix = "call planned_state before accelerator.save_state"
+            raise ApplyError(Problem(what, Origin(folder), fix))
+        self._source = os.path.join(folder, _STATE)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the state is in files of its own."""
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load the state, after accelerate has loaded the generators of this rank's number."""
+        found = load(
+            self._source, self._model, self._optimizer, scheduler=self._scheduler, data=self._data
+        )
+        self._num_saved = found.step
+
+
+def _problems(accelerator: Any, model: nn.Module, optimizer: Any) -> list[Problem]:
+    """Return why an Accelerator and a plan do not go together."""
+    problems = []
+    if accelerator.mixed_precision != "no":
+        what = f"the Accelerator has mixed_precision={accelerator.mixed_precision!r}, but the plan "
+        what += "decides the precision"
+        problems.append(Problem(what, fix='say Accelerator(mixed_precision="no"), and precision: '
+                                          "bf16-mixed in the plan"))  # fmt: skip
+    kind = accelerator.distributed_type.name
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        what = f"the Accelerator runs {kind}, but the plan states how the model is sharded"
+        fix = "start it without this plugin; meshplan import translates its configuration"
+        problems.append(Problem(what, fix=fix))
+    prepared = [getattr(each, "optimizer", each) for each in accelerator._optimizers]
+    for name, value, known in (
+        ("model", model, [part for each in accelerator._models for part in each.modules()]),
+        ("optimizer", optimizer, prepared),
+    ):
+        if value is not None and any(each is value for each in known):
+            what = f"the {name} was passed to accelerator.prepare, which would save it by itself"
+            problems.append(Problem(what, fix=f"prepare everything but the {name}"))
+    if any(isinstance(each, _PlannedState) for each in accelerator._custom_objects):
+        what = "this Accelerator has a planned state already"
+        problems.append(Problem(what, fix="make another Accelerator, or one model of both parts"))
+    return problems

@@ -1,0 +1,112 @@
+"""A tiny Llama with adapters, trained by TRL's SFTTrainer, alone and under plans of 4 ranks.
+
+Import it in a job only: it imports accelerate, peft and trl.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+import meshplan
+from tests.helpers.hf_jobs import MICRO, PLANS, Norms, error_of, model
+from tests.helpers.lit import launched
+
+WORDS: Final = tuple(f"w{number}" for number in range(60))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Every word is a token."""
+    ids = {word: number for number, word in enumerate(("<unk>", "<eos>", "<pad>", *WORDS))}
+    words = Tokenizer(WordLevel(ids, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>"
+    )
+
+
+def texts(num: int) -> Dataset:
+    """Prompts and completions of different lengths: only tokens of completions count."""
+    generator = torch.Generator().manual_seed(7)
+    rows: dict[str, list[str]] = {"prompt": [], "completion": []}
+    for number in range(num):
+        drawn = torch.randint(len(WORDS), (12,), generator=generator).tolist()
+        words = [WORDS[each] for each in drawn]
+        place = 2 + number * 5 % 7
+        rows["prompt"].append(" ".join(words[:place]) + " ")
+        rows["completion"].append(" ".join(words[place : place + 2 + number % 4]))
+    return Dataset.from_dict(rows)
+
+
+def _arguments(folder: str, ranks: int, **more: Any) -> SFTConfig:
+    settings: dict[str, Any] = {
+        "output_dir": folder, "per_device_train_batch_size": MICRO // ranks,
+        "per_device_eval_batch_size": MICRO // ranks, "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2, "learning_rate": 0.5, "optim": "sgd", "max_grad_norm": 0.5,
+        "logging_steps": 1, "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True,
+        "save_strategy": "epoch", "save_only_model": False, "seed": 3, "max_length": 16,
+        "gradient_checkpointing": False, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    return SFTConfig(**(settings | more))
+
+
+def _trainer(name: str, folder: str, seen: Norms, **more: Any) -> Any:
+    ranks = {"": 1, "tp_fsdp": 2, "pp": 2}.get(name, 4)
+    made = meshplan.trainer(SFTTrainer) if name else SFTTrainer
+    plan: dict[str, Any] = {"plan": {"version": 1, **PLANS[name]}} if name else {}
+    if "tp_plan" in PLANS.get(name, {}):
+        # As SFTTrainer calls the model: TRL's head of the loss is another forward.
+        ids = torch.zeros(2, 8, dtype=torch.long)
+        plan["example_inputs"] = {"input_ids": ids, "labels": ids, "fused_lm_head": True}
+    adapters = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return made(
+        model=model().double(), args=_arguments(folder, ranks, **more),
+        train_dataset=texts(6 * MICRO),
+        eval_dataset=texts(2 * MICRO - 3), processing_class=tokenizer(), peft_config=adapters,
+        callbacks=[seen], **plan,
+    )  # fmt: skip
+
+
+def _run(name: str, folder: str) -> dict[str, Any]:
+    seen = Norms()
+    runner = _trainer(name, folder, seen)
+    runner.train()
+    evaluated = runner.evaluate()
+    last = Path(folder) / "checkpoint-6"
+    files = sorted(each.name for each in last.iterdir()) if last.exists() else []
+    return {
+        "losses": seen.losses, "norms": seen.norms, "eval_loss": evaluated["eval_loss"],
+        "accuracy": evaluated["eval_mean_token_accuracy"], "step": runner.state.global_step,
+        "tokens": evaluated["eval_num_tokens"],
+        "files": files, "adapters": load_file(last / "adapter_model.safetensors"),
+    }  # fmt: skip
+
+
+def alone(folder: str) -> dict[str, Any]:
+    """In one process, with TRL alone."""
+    return _run("", folder)
+
+
+def planned(name: str, folder: str) -> dict[str, Any]:
+    """Under a plan, on the ranks of a pool."""
+    with launched():
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        return _run(name, folder)
+
+
+def refused(name: str, folder: str, **more: Any) -> str:
+    """Return the error of an SFTTrainer that a plan does not suit; "" if there is none."""
+    with launched():
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        return error_of(lambda: _trainer(name, folder, Norms(), **more))

@@ -1,0 +1,62 @@
+"""`meshplan.trainer(SFTTrainer)`: TRL's loop with adapters of peft has the numbers of one process.
+
+Which seeded bug would this catch? An evaluation that takes the mean of the ranks' means although
+they have different numbers of tokens, tokens that count once for each rank along tp, adapters that
+are not reduced, and checkpoints with the base in them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[dev]'")
+pytest.importorskip("lightning", reason="lightning is not installed: its helpers start the ranks")
+for package in ("peft", "datasets", "trl"):
+    pytest.importorskip(package, reason=f"{package} is not installed: pip install {package}")
+
+
+def jobs():
+    return importlib.import_module("tests.helpers.sft_jobs")
+
+
+# Functions of the pool's ranks, which import TRL there.
+
+
+def alone(*args):
+    return jobs().alone(*args)
+
+
+def planned(*args):
+    return jobs().planned(*args)
+
+
+def refused(name, folder, more):
+    return jobs().refused(name, folder, **more)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["hybrid", *(pytest.param(each, marks=pytest.mark.wide) for each in ("ddp", "tp_fsdp"))],
+)
+def test_all_numbers_are_those_of_one_process(pool, tmp_path: Path, name):
+    (expected,) = pool(1).run(alone, str(tmp_path / "alone"), timeout=240)
+    for found in pool(4).run(planned, name, str(tmp_path / "planned"), timeout=240):
+        for key in ("losses", "norms", "eval_loss", "accuracy"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-6), key
+        assert (found["step"], found["tokens"]) == (expected["step"], expected["tokens"])
+        assert {"adapter_config.json", "adapter_model.safetensors"} < set(found["files"])
+        assert not [each for each in found["files"] if each.startswith("model")]
+        assert found["adapters"].keys() == expected["adapters"].keys()
+        for key, value in expected["adapters"].items():
+            assert torch.allclose(found["adapters"][key], value, rtol=1e-6, atol=1e-9), key
+
+
+def test_defaults_of_trl_that_the_plan_decides_are_refused(pool, tmp_path: Path):
+    checkpointing = {"gradient_checkpointing": True}
+    for found in pool(4).run(refused, "ddp", str(tmp_path), checkpointing, timeout=240):
+        assert "gradient_checkpointing=True was given, but the plan decides this" in found
+        assert "set it to False, and say activation_checkpointing: full in the plan" in found
