@@ -19,6 +19,7 @@ from meshplan.cost.calibration import (
 from meshplan.cost.profile import GENERIC, on_cluster
 from meshplan.errors import PlanError
 from meshplan.layout.hardware import Cluster, Device, Link, find_device
+from meshplan.render.profile import profile_to_text
 
 H100 = find_device("h100-sxm-80gb")
 
@@ -76,6 +77,36 @@ def test_what_one_machine_shows_is_taken_to_a_cluster_of_such():
         on_cluster(told, replace(nodes, inter=None))
     with pytest.raises(PlanError, match="was measured on h100-sxm-80gb, not on a100"):
         on_cluster(told, replace(nodes, device=find_device("a100-sxm-80gb")))
+
+
+def test_links_between_nodes_are_measured_apart_from_those_inside():
+    """Ranks on several nodes were timed as one ring, whose speed was written as that of a node."""
+    several = replace(
+        MADE,
+        collectives=times(3e-6, 300e9, GIGAS, hops=7),
+        crossings=times(2e-5, 40e9, GIGAS, hops=3),
+        reductions=times(6e-6, 150e9, GIGAS, hops=7),
+        num_nodes=4,
+    )
+    told = profile_from(several)
+    assert (told.intra_bytes_per_s, told.inter_bytes_per_s) == pytest.approx((300e9, 40e9))
+    assert (told.intra_latency_s, told.inter_latency_s) == pytest.approx((3e-6, 2e-5), rel=1e-2)
+    assert told.reduce_scatter_factor == pytest.approx(2, rel=1e-3)
+    assert "between nodes    40 GB/s for each device" in "\n".join(profile_to_text(told))
+    # What was measured holds, also where the plan states a bandwidth or none.
+    nodes = Cluster(device=H100, nodes=4, gpus_per_node=8, inter=Link("", 50e9))
+    assert on_cluster(told, nodes) == on_cluster(told, replace(nodes, inter=None)) == told
+
+
+def test_one_rank_on_each_node_measures_the_links_between_nodes_only():
+    alone = replace(
+        MADE, collectives=(), crossings=times(2e-5, 40e9, GIGAS, hops=3),
+        reductions=times(2e-5, 40e9, GIGAS, hops=3), num_nodes=4,
+    )  # fmt: skip
+    told = profile_from(alone)
+    assert told.inter_bytes_per_s == pytest.approx(40e9)
+    assert told.reduce_scatter_factor == pytest.approx(1)
+    assert told.intra_bytes_per_s == H100.intra_bytes_per_s * GENERIC["intra_share"]
 
 
 @pytest.mark.parametrize("name", ["products", "attention", "moves", "copies", "collectives"])
