@@ -1,4 +1,4 @@
-"""`python -m tests.cluster --nodes 2 --speeds 25mbit,100mbit,200mbit`: predicted and measured."""
+"""`python -m tests.cluster --nodes 2 --speeds 25mbit,50mbit,200mbit`: predicted and measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=2, help="nodes of four ranks")
     parser.add_argument(
         "--speeds",
-        default="25mbit,100mbit,200mbit",
+        default="25mbit,50mbit,200mbit",
         help="bandwidths of each node's link to the others, as tc writes them",
     )
     parser.add_argument(

@@ -171,11 +171,11 @@ def main(path: str) -> None:
         built = time.perf_counter() - begin
         for speed in job["speeds"]:
             set_links(speed, job["inside"])
-            seconds, links = live.timed(job["steps"])
+            seconds, left = live.timed(job["steps"])
             if is_first:
                 facts = {
                     "plan": name, "speed": speed, "seconds": seconds, "told_bytes": leaving,
-                    "bytes": [each[0] for each in links], "packets": [each[1] for each in links],
+                    "bytes": [each[0] for each in left], "packets": [each[1] for each in left],
                     "unknown": live.told.unknown,
                 }  # fmt: skip
                 with out.open("a") as file:
