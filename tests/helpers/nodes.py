@@ -23,6 +23,9 @@ INTERFACE: Final = "eth0"
 _TIMEOUT_S: Final = 20
 
 _SETUP: Final = """
+read -r pid rest < /proc/self/stat
+# Ranks look each other up in /proc, which must be that of their process namespace.
+mount -t proc proc /proc
 mount -t tmpfs none /run
 ip netns add switch
 ip -n switch link add bridge type bridge
@@ -36,7 +39,6 @@ for ((node = 0; node < {count}; node++)); do
     # As on eth0, packets of 1500 bytes: larger ones would leave the link in bursts.
     ip -n node$node link set lo mtu 1500 up
 done
-read -r pid rest < /proc/self/stat
 echo $pid
 exec cat
 """
