@@ -323,8 +323,12 @@ def _groups(device: torch.device) -> tuple[dist.ProcessGroup | None, dist.Proces
     per_node = ranks_per_node() or world
     if world == 1:
         return None, None
-    if world % per_node:
-        what = f"{world} ranks are not equally many on each node: this node has {per_node}"
+    # Each rank must refuse, also those of a node that has as many ranks as another one.
+    bounds = torch.tensor([per_node, -per_node], device=device)
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    most, least = bounds[0].item(), -bounds[1].item()
+    if most != least:
+        what = f"some nodes have {least} ranks and others {most}"
         fix = "start as many ranks on each node, as torchrun does"
         raise PlanError(Problem(what, Origin("LOCAL_WORLD_SIZE"), fix))
     shape = world // per_node, per_node

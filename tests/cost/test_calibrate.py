@@ -244,3 +244,40 @@ def test_the_verb_writes_a_profile_or_says_why_not(tmp_path, monkeypatch, capsys
     assert main(["calibrate", "--out", str(path), "-q"]) != 0
     assert "calibrate again" in capsys.readouterr().err
     assert not path.exists()
+
+
+def groups_on_nodes(sizes):
+    """The ranks that this rank times collectives with, if it is on a node of `sizes[rank]` ranks.
+
+    Returns:
+        (ranks of its node, same rank of each node, messages of what is refused).
+    """
+    import torch
+    import torch.distributed as dist
+
+    from meshplan.runtime import calibrate
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(sizes[dist.get_rank()]))
+        try:
+            found = calibrate._groups(torch.device("cpu"))
+        except PlanError as error:
+            return None, None, str(error)
+        works = list(calibrate._collectives(torch.device("cpu"), False, found[1] or found[0]))
+        assert [work.hops for work in works] == [(found[1] or found[0]).size() - 1] * len(works)
+    return *(each and dist.get_process_group_ranks(each) for each in found), ""
+
+
+def test_the_ranks_of_a_node_are_timed_apart_from_those_of_others(pool):
+    found = pool(4).run(groups_on_nodes, [2, 2, 2, 2])
+    assert [within for within, _, _ in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [across for _, across, _ in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert pool(4).run(groups_on_nodes, [4] * 4) == [([0, 1, 2, 3], None, "")] * 4
+    assert pool(4).run(groups_on_nodes, [1] * 4) == [(None, [0, 1, 2, 3], "")] * 4
+
+
+def test_nodes_with_different_numbers_of_ranks_are_refused_on_every_rank(pool):
+    """Ranks of which one alone refused left the others waiting."""
+    for _, _, why in pool(4).run(groups_on_nodes, [2, 2, 1, 1]):
+        assert "some nodes have 1 ranks and others 2" in why
+        assert "start as many ranks on each node" in why
