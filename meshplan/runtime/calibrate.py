@@ -161,6 +161,13 @@ def _timed(device: torch.device, works: Sequence[_TimedWork]) -> dict[int, tuple
         [_seconds(device, work, times) for work, times in zip(works, bursts, strict=True)]
         for _ in range(num_rounds)
     ]
+    if _world() > 1:
+        # Groups that share a link are done when the slowest one is: the first of them had the link
+        # for itself for a part of its time.
+        rounds = [
+            [worst if work.hops else own for work, worst, own in zip(works, *both, strict=True)]
+            for both in zip(_slowest(device, rounds), rounds, strict=True)
+        ]
     typical = min if is_cpu else statistics.median
     return {
         id(work): (typical(seconds[::2]), typical(seconds[1::2] or seconds))
@@ -168,8 +175,20 @@ def _timed(device: torch.device, works: Sequence[_TimedWork]) -> dict[int, tuple
     }
 
 
+def _slowest(device: torch.device, rounds: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return the seconds of each operation in each round on the rank on which it took longest."""
+    seconds = torch.tensor(rounds, device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.tolist()
+
+
 def _seconds(device: torch.device, work: _TimedWork, times: int) -> float:
-    """Return the seconds of one execution, from `times` executions in a row."""
+    """Return the seconds of one execution, from `times` executions in a row.
+
+    All ranks begin a collective at the same time, also those of other groups.
+    """
+    if work.hops:
+        dist.all_reduce(torch.zeros(1, device=device))
     _synchronize(device)
     begin = time.perf_counter()
     for _ in range(times):

@@ -281,3 +281,30 @@ def test_nodes_with_different_numbers_of_ranks_are_refused_on_every_rank(pool):
     for _, _, why in pool(4).run(groups_on_nodes, [2, 2, 1, 1]):
         assert "some nodes have 1 ranks and others 2" in why
         assert "start as many ranks on each node" in why
+
+
+def slow_on_one_rank():
+    """The seconds of a collective for which one rank sleeps, and of a product for which it does."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from meshplan.runtime import calibrate
+
+    def run():
+        if dist.get_rank() == 1:
+            time.sleep(0.05)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "ROUNDS", 4)
+        works = [calibrate._TimedWork(1.0, run, hops=1), calibrate._TimedWork(1.0, run)]
+        found = calibrate._timed(torch.device("cpu"), works)
+    return [min(found[id(work)]) for work in works]
+
+
+def test_a_collective_takes_as_long_as_its_slowest_group(pool):
+    """Groups that share a link had the time of the first one, which had the link for itself."""
+    (collective, product), (slow_collective, slow_product) = pool(2).run(slow_on_one_rank)
+    assert collective == slow_collective >= 0.05
+    assert product < 0.05 <= slow_product
