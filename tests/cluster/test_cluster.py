@@ -80,7 +80,8 @@ def test_a_hybrid_is_faster_over_slow_links_and_only_there(tmp_path):
     assert [(row.plan, row.speed) for row in rows] == [(p, s) for p in chosen for s in (SLOW, EVEN)]
     for row in rows:
         assert row.unknown == ()
-        assert row.bytes_error < 0.02, row
+        # A megabyte in many small all-reduces: what gloo adds to each of them is 4 % of it.
+        assert row.bytes_error < (0.05 if row.plan == ACROSS else 0.02), row
     at = {(row.plan, row.speed): row for row in rows}
     for speed, faster, slower in ((SLOW, HYBRID, FULL), (EVEN, FULL, HYBRID)):
         first, second = at[faster, speed], at[slower, speed]
