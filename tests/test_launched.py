@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import yaml
 
 from meshplan.state.folder import steps_in
 from tests.helpers.launched import train
+from tests.helpers.nodes import INTERFACE, nodes, why_none
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests/helpers/launched.py"
@@ -109,39 +109,18 @@ def test_a_killed_rank_starts_all_again_from_the_newest_state(plan, pool, tmp_pa
     assert ranks[0]["losses"][-1] == pytest.approx(whole[-1], abs=1e-5)
 
 
-NAMESPACES = """
-mount -t tmpfs none /run
-ip netns add node1
-ip link add v0 type veth peer name v1 netns node1
-ip addr add 10.77.0.1/24 dev v0 && ip link set v0 up && ip link set lo up
-ip -n node1 addr add 10.77.0.2/24 dev v1 && ip -n node1 link set v1 up && ip -n node1 link set lo up
-"""
-IN_NAMESPACE = ("unshare", "--map-root-user", "--net", "--mount", "bash", "-ec")
-
-
-def has_namespaces() -> bool:
-    if shutil.which("unshare") is None or shutil.which("ip") is None:
-        return False
-    return not subprocess.run(
-        [*IN_NAMESPACE, NAMESPACES], capture_output=True, check=False
-    ).returncode
-
-
 @pytest.mark.wide
 def test_two_nodes_as_two_network_namespaces(plan, pool, tmp_path):
     """Each node sees one interface, and the other node only through it."""
-    if not has_namespaces():
-        pytest.skip("network namespaces are not allowed here")
-    words = (*MESHPLAN, "launch", "-f", plan, "--host", "10.77.0.1", SCRIPT, plan,
-             tmp_path / "states", 3)  # fmt: skip
-    line = " ".join(map(str, words))
-    script = f"""{NAMESPACES}
-GLOO_SOCKET_IFNAME=v1 ip netns exec node1 {line} & other=$!
-GLOO_SOCKET_IFNAME=v0 {line}
-wait $other
-"""
-    code, ranks, err = ended(start(*IN_NAMESPACE, script))
-    assert code == 0, err[-3000:]
+    if why := why_none():
+        pytest.skip(why)
+    with nodes(2) as made:
+        words = (*MESHPLAN, "launch", "-f", plan, "--host", made.host, SCRIPT, plan,
+                 tmp_path / "states", 3)  # fmt: skip
+        jobs = [start(*made.enter(node), *words, GLOO_SOCKET_IFNAME=INTERFACE) for node in range(2)]
+        found = [ended(job) for job in jobs]
+    assert [code for code, _, _ in found] == [0, 0], found[0][2][-3000:]
+    ranks = sorted((rank for _, own, _ in found for rank in own), key=lambda rank: rank["RANK"])
     assert places(ranks) == TWO_BY_TWO
     (alone,) = pool(1).run(train, {"version": 1, "strategy": "full_shard"}, tmp_path / "alone", 3)
     assert all(rank["losses"][:3] == pytest.approx(alone, abs=1e-6) for rank in ranks)

@@ -375,7 +375,8 @@ def overrides_of_free(keys: Sequence[str]) -> list[str]:
 def calibrate(out: str | os.PathLike[str]) -> Profile | None:
     """Time this machine and write the measured speeds as a profile that `read_profile` reads.
 
-    Under torchrun, the communication between all ranks is timed too, and rank 0 writes the file.
+    Under torchrun, the communication between the ranks of each node is timed too and, on several
+    nodes, that between nodes. Rank 0 writes the file.
 
     Args:
         out: Path of the profile.
@@ -384,7 +385,8 @@ def calibrate(out: str | os.PathLike[str]) -> Profile | None:
         The profile on rank 0; None on any other rank.
 
     Raises:
-        PlanError: The measured times are too noisy to fit the constants of the cost model.
+        PlanError: The measured times are too noisy to fit the constants of the cost model, or nodes
+            have different numbers of ranks.
         SpecError: The profile cannot be written to `out`.
     """
     from meshplan.runtime.calibrate import measure, together  # torch

@@ -72,7 +72,12 @@ class Timings:
         products, attention: Matrix products and attentions of several sizes.
         moves: Elementwise kernels of several sizes; the amount is bytes read and written.
         copies: Copies from host to device; () if the device uses host memory.
-        collectives: All-gathers between the ranks of this machine; () if there is only one rank.
+        collectives: All-gathers between the ranks of each node; () if a node has only one rank.
+        reductions: Reduce-scatters of the same sizes, between the same ranks as `collectives`, or
+            as `crossings` if `collectives` is ().
+        crossings: All-gathers between one rank of each node, while the other ranks of the nodes
+            do the same; () if there is only one node.
+        num_nodes: Number of nodes.
     """
 
     device: Device
@@ -83,6 +88,9 @@ class Timings:
     moves: Sequence[Sample]
     copies: Sequence[Sample] = ()
     collectives: Sequence[Sample] = ()
+    reductions: Sequence[Sample] = ()
+    crossings: Sequence[Sample] = ()
+    num_nodes: int = 1
 
 
 def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
@@ -119,6 +127,14 @@ def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
         hop, intra = affine("collectives", measured.collectives)
     elif measured.device.intra_bytes_per_s:
         intra = measured.device.intra_bytes_per_s * GENERIC["intra_share"]
+    inter_hop, inter = GENERIC["inter_latency_s"], intra
+    if measured.crossings:
+        inter_hop, inter = affine("collectives between nodes", measured.crossings)
+    scatters = 1.0
+    if measured.reductions:
+        # gloo has no reduce-scatter of its own: it all-reduces, which takes twice as long.
+        gathers = intra if measured.collectives else inter
+        scatters = gathers / affine("reduce-scatters", measured.reductions)[1]
     worst = {name: _root_mean_square(each) for name, each in errors.items()}
     if problems := [
         Problem(
@@ -135,9 +151,9 @@ def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
     ]:
         raise PlanError(problems)
     peak = measured.device.peak_flops.get(measured.dtype, max(flops, attention))
-    generic = "all other constants are generic: one machine alone cannot measure them"
+    generic = "all other constants are generic: calibration does not measure them"
     named = ", ".join(f"{name} (off by {rms:.0%})" for name, rms in worst.items())
-    links = () if measured.collectives else (LINKS_ARE_A_GUESS,)
+    links = () if measured.collectives or measured.crossings else (LINKS_ARE_A_GUESS,)
     return Profile(
         device=measured.device.name,
         framework="native",
@@ -152,9 +168,11 @@ def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
         collective_node_s=GENERIC["collective_node_s"],
         memory_bytes_per_s=memory,
         intra_bytes_per_s=intra,
-        inter_bytes_per_s=intra,
+        inter_bytes_per_s=inter,
         intra_latency_s=hop,
-        inter_latency_s=GENERIC["inter_latency_s"],
+        inter_latency_s=inter_hop,
+        reduce_scatter_factor=scatters,
+        num_nodes=measured.num_nodes,
         contention=GENERIC["contention"],
         pcie_bytes_per_s=pcie,
         optimizer_bytes=GENERIC["optimizer_bytes"],
@@ -271,6 +289,8 @@ _FIGURES: Final[Mapping[str, _Figure]] = {
     "contention": _between(0, 10, "a factor"),
     "contention_alone": _between(0, 10, "a factor", or_none=True),
     "tp_exposed": _between(0, 1, "a share"),
+    "reduce_scatter_factor": _between(0.01, 100, "a factor"),
+    "num_nodes": _between(1, 1e6, "a number of nodes"),
     "optimizer_bytes": _between(0, 1000, "bytes for each parameter"),
     "gathers_once": (lambda value: isinstance(value, bool), "true or false"),
     "sources": (

@@ -14,6 +14,7 @@ Units: bytes of the whole tensor (`traffic.types.Route`), seconds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +49,57 @@ def group(ranks: Array, stride: Array, gpus_per_node: int) -> CollectiveGroup:
         stride: Product of the sizes of the mesh axes inside of the group's, [configurations].
         gpus_per_node: Devices of one node.
     """
-    # Number of ranks `stride` apart that fit on one node.
-    room = np.maximum(1.0, np.floor(gpus_per_node / np.minimum(stride, gpus_per_node)))
-    per_node = np.minimum(ranks, room)
+    per_node = np.minimum(ranks, _room(stride, gpus_per_node))
     return CollectiveGroup(ranks, per_node, np.ceil(ranks / per_node))
+
+
+def _room(stride: Array, gpus_per_node: int) -> Array:
+    """Return how many ranks with global numbers `stride` apart fit on one node."""
+    return np.maximum(1.0, np.floor(gpus_per_node / np.minimum(stride, gpus_per_node)))
+
+
+def stride_of(grid: Array, axis: str, order: Sequence[str]) -> Array:
+    """Return how far apart the global numbers of neighbours along an axis are, [configurations].
+
+    Args:
+        grid: Configurations of `grid.GRID`.
+        axis: Name of the axis.
+        order: The axes of the mesh, outermost first.
+    """
+    out = np.ones(len(grid))
+    for inner in order[order.index(axis) + 1 :]:
+        if inner != "ep":  # Its ranks are borrowed: they count in the axis that lends them.
+            out = out * grid[inner]
+    return out
+
+
+def group_along(
+    grid: Array, axes: Sequence[str], order: Sequence[str], gpus_per_node: int
+) -> CollectiveGroup:
+    """Return the groups of ranks that differ only along these axes.
+
+    Args:
+        grid: Configurations of `grid.GRID`.
+        axes: Axes that are no borrowed ones.
+        order: The axes of the mesh, outermost first.
+        gpus_per_node: Devices of one node.
+    """
+    ranks, per_node, length, stride, inner = np.ones((5, len(grid)))
+    for axis in (axis for axis in reversed(order) if axis != "ep"):
+        size = grid[axis]
+        if axis in axes:
+            # Axes next to each other in the mesh count as one: their ranks are equally far apart.
+            stride = np.where(length > 1, stride, inner)
+            length = length * size
+        else:
+            near = np.minimum(length, _room(stride, gpus_per_node))
+            ends = size > 1
+            ranks = np.where(ends, ranks * length, ranks)
+            per_node = np.where(ends, per_node * near, per_node)
+            length = np.where(ends, 1.0, length)
+        inner = inner * size
+    per_node = per_node * np.minimum(length, _room(stride, gpus_per_node))
+    return CollectiveGroup(ranks * length, per_node, np.ceil(ranks * length / per_node))
 
 
 def _bandwidth(of: CollectiveGroup, profile: Profile) -> Array:

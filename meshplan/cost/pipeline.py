@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.collectives import send
+from meshplan.cost.collectives import send, stride_of
 from meshplan.cost.grid import SCHEDULE_WORDS, in_halves
 from meshplan.cost.profile import Profile
+from meshplan.layout.mesh import AXES
 
 Array = NDArray[Any]
 
@@ -17,7 +19,13 @@ _1F1B: Final = SCHEDULE_WORDS.index("1F1B")
 _INTERLEAVED: Final = SCHEDULE_WORDS.index("Interleaved1F1B")
 
 
-def crossing_seconds(grid: Array, num_bytes: float, profile: Profile, gpus_per_node: int) -> Array:
+def crossing_seconds(
+    grid: Array,
+    num_bytes: float,
+    profile: Profile,
+    gpus_per_node: int,
+    order: Sequence[str] = AXES,
+) -> Array:
     """Return the seconds to send one microbatch to the next stage, a mean over all boundaries.
 
     The gradient of the microbatch takes as long to come back.
@@ -28,9 +36,10 @@ def crossing_seconds(grid: Array, num_bytes: float, profile: Profile, gpus_per_n
             before it).
         profile: Constants of the device and its links.
         gpus_per_node: Devices of one node.
+        order: The axes of the mesh, outermost first.
     """
     pp = grid["pp"].astype(np.float64)
-    inner = (grid["dp_replicate"] * grid["dp_shard"] * grid["cp"] * grid["tp"]).astype(np.float64)
+    inner = stride_of(grid, "pp", order)
     samples = grid["micro"] / grid["cp"]
     cuts = np.maximum(1.0, pp - 1)
     nodes = np.ceil(pp * inner / gpus_per_node)

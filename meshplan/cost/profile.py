@@ -63,6 +63,11 @@ class Profile:
         crossing_s: Seconds to send a tensor of any size to the next pipeline stage.
         host_bytes_per_s: Memory bandwidth that elementwise kernels reach on the processors of one
             node together.
+        reduce_scatter_factor: Seconds of a reduce-scatter of large tensors, relative to an
+            all-gather of the same tensors. 1 is a ring; gloo all-reduces and keeps a part, so that
+            it takes 2.
+        num_nodes: Number of nodes that were measured together. If it is 1, `inter_bytes_per_s` and
+            `inter_latency_s` were not measured.
         gathers_once: If True, ZeRO-1 gathers parameters once, after the optimizer step, and not in
             each forward.
         sources: The origins of the constants.
@@ -95,6 +100,8 @@ class Profile:
     crossing_s: float = 0.0
     contention_alone: float | None = None
     host_bytes_per_s: float = HOST_BYTES_PER_S
+    reduce_scatter_factor: float = 1.0
+    num_nodes: int = 1
     gathers_once: bool = False
     sources: tuple[str, ...] = ()
     assumed_network: str = ""
@@ -259,19 +266,22 @@ def _unknown_network(cluster: Cluster) -> list[Problem]:
 
 
 def on_cluster(profile: Profile, cluster: Cluster) -> Profile:
-    """Return a profile that was measured on one machine, for a cluster of such machines.
+    """Return a profile that was measured on some machines, for a cluster of such machines.
+
+    What was measured between nodes is kept. Otherwise the plan's bandwidth between nodes is used.
 
     Raises:
         PlanError: The profile was measured on another device, or the speed of the network is not
             known.
     """
-    problems = _unknown_network(cluster)
+    is_measured = profile.num_nodes > 1
+    problems = [] if is_measured else _unknown_network(cluster)
     if profile.device != cluster.device.name:
         what = f"the profile was measured on {profile.device}, not on {cluster.device.name}"
         problems.insert(0, Problem(what, fix="run meshplan calibrate on a machine of the plan"))
     if problems:
         raise PlanError(problems)
-    if cluster.inter is None:
+    if is_measured or cluster.inter is None:
         return profile
     reached = cluster.inter.bytes_per_s * GENERIC["inter_share"]
     return replace(profile, inter_bytes_per_s=reached)

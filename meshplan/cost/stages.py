@@ -17,6 +17,7 @@ from meshplan.cost.step import Terms, terms
 from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.layout.mesh import order_of
 from meshplan.memory.analytic.microbatches import loss_chunks_of, refusals, styled_of
 from meshplan.plan.plan import Plan
 
@@ -124,7 +125,9 @@ def stage_seconds(plan: Plan, profile: Profile, gpus_per_node: int) -> StageSeco
         forward[stage] += float(found[number].forward_s[0, option])
         backward[stage] += float(found[number].backward_s[0, option])
     boundary = max(kind.boundary_bytes for kind in chain.kinds)
-    crossing = float(crossing_seconds(row, boundary, profile, gpus_per_node)[0])
+    crossing = float(
+        crossing_seconds(row, boundary, profile, gpus_per_node, order_of(plan.mesh.sizes))[0]
+    )
     return StageSeconds(tuple(forward), tuple(backward), crossing)
 
 
@@ -172,6 +175,7 @@ def _terms_of_kinds(plan: Plan, chain: Chain, profile: Profile, gpus_per_node: i
             plan.spec.precision,
             dtype=dtype,
             exchanges=a.context is not None and a.context.attention == "all_to_all",
+            order=order_of(plan.mesh.sizes),
         )
         for kind in chain.kinds
     ]

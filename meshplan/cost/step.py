@@ -20,6 +20,7 @@ the same collectives; Zhao et al. 2023 (PyTorch FSDP), section 3.3, for what ove
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -27,7 +28,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.collectives import all_gather, all_reduce, all_to_all, group
+from meshplan.cost.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    group,
+    group_along,
+    stride_of,
+)
 from meshplan.cost.grid import (
     MODES,
     OPTION_RECOMPUTE,
@@ -40,6 +48,7 @@ from meshplan.cost.profile import Profile
 from meshplan.cost.shares import expert_share, share, trained
 from meshplan.cost.types import BlockKind, ElementBytes, Sent, Tally
 from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.layout.mesh import AXES, GRADIENT_AXES, SHARD_AXES
 from meshplan.memory.decoder.cp_all_gather import takes_masks
 from meshplan.spec.spec import Precision
 from meshplan.wrappers.fsdp import gathers_of_block
@@ -160,6 +169,7 @@ def terms(
     is_awaited: bool | None = None,
     exchanges: bool = False,
     rows: Rows | None = None,
+    order: Sequence[str] = AXES,
 ) -> Terms:
     """Return the estimated seconds of one block, in every configuration and with every option.
 
@@ -175,14 +185,17 @@ def terms(
         exchanges: If True, cp exchanges heads (`context.attention: all_to_all`) instead of
             gathering keys and values.
         rows: A `Rows` of the same grid, which calls for several kinds may share; None makes one.
+        order: The axes of the mesh, outermost first, which say what ranks share a node.
     """
-    rows = rows or Rows(grid, profile, gpus_per_node, widths_of(precision, dtype))
+    rows = rows or Rows(grid, profile, gpus_per_node, widths_of(precision, dtype), order)
     is_awaited = not kind.has_options if is_awaited is None else is_awaited
     join = _one_by_one if is_awaited else partial(hidden, contention=profile.contention)
     compute = rows.compute if exchanges else rows.compute_masked
     forward_c, backward_c = compute(kind.forward), compute(kind.backward)
     forward_t, backward_t = rows.sent(kind.sent_forward), rows.sent(kind.sent_backward)
     keys = rows.exchanged(kind.exchanged_bytes) if exchanges else rows.keys(kind.context_bytes)
+    # Backward scatters the gradients of the keys and values that forward gathers.
+    scatters = 1.0 if exchanges else profile.reduce_scatter_factor
     host = rows.launch
     # The host process launches kernels ahead of the device, so the slower one sets the pace.
     forward = np.maximum(forward_c + forward_t + keys, host(kind.forward, kind.sent_forward))
@@ -205,7 +218,7 @@ def terms(
     forwards, first, last = [], [], []
     backwards = []
     for recompute, (work, sent) in enumerate(zip(kind.recompute, kind.sent_recompute, strict=True)):
-        device = compute(work) + rows.sent(sent) + keys * (1 + (recompute > 0))
+        device = compute(work) + rows.sent(sent) + keys * (scatters + (recompute > 0))
         process = host(kind.backward, kind.sent_backward) + host(work, sent)
         backwards.append(np.maximum(backward_c + backward_t + device, process))
     # Mode "shard" reduce-scatters in every backward. Other modes, and all-reduces over replicas,
@@ -243,7 +256,7 @@ def terms(
         ends_s=ends_s,
         update_s=update,
         compute_s=forward_c + backward_c,
-        exposed_tp_s=forward_t + backward_t + 2 * keys,
+        exposed_tp_s=forward_t + backward_t + (1 + scatters) * keys,
         host_s=exposed_s + np.where(has_params_on_host(grid), update / rows.microbatches, 0.0),
     )
 
@@ -258,34 +271,39 @@ class Rows:
         profile: Constants of the device and its links.
         gpus_per_node: Devices of one node.
         widths: Bytes per element of parameters and gradients.
+        order: The axes of the mesh, outermost first.
     """
 
     def __init__(
-        self, grid: Array, profile: Profile, gpus_per_node: int, widths: ElementBytes
+        self,
+        grid: Array,
+        profile: Profile,
+        gpus_per_node: int,
+        widths: ElementBytes,
+        order: Sequence[str] = AXES,
     ) -> None:
         self.profile, self.widths = profile, widths
         tp, cp, shard, replicate = (
             grid[name].astype(np.float64) for name in ("tp", "cp", "dp_shard", "dp_replicate")
         )
+        along = partial(group_along, grid, order=order, gpus_per_node=gpus_per_node)
         self.mode, self.microbatches = grid["mode"], grid["microbatches"]
         # True where a pipeline crosses nodes.
         self.is_far = (grid["pp"] > 1) & (grid["pp"] * replicate * shard * cp * tp > gpus_per_node)
         self.micro = grid["micro"].astype(np.float64)
         self.samples = self.micro / cp
         self.shards = shard * cp
-        near = partial(group, gpus_per_node=gpus_per_node)
-        self.along_tp = near(tp, np.ones_like(tp))
-        self.along_cp = near(cp, tp)
-        self.along_shards = near(self.shards, tp)
-        self.along_replicas = near(replicate, tp * self.shards)
+        self.along_tp, self.along_cp = along(("tp",)), along(("cp",))
+        self.along_shards, self.along_replicas = along(SHARD_AXES), along(("dp_replicate",))
         self.grid, ep = grid, grid["ep"].astype(np.float64)
-        self.along_ep, self.along_rest = near(ep, tp * cp), near(self.shards / ep, tp * cp * ep)
+        near, lent = partial(group, gpus_per_node=gpus_per_node), stride_of(grid, "dp_shard", order)
+        self.along_ep, self.along_rest = near(ep, lent), near(self.shards / ep, lent * ep)
         has_whole = bool((self.mode == _DDP).any())
         self.offloads = bool(grid["offload"].any())
         # True where FSDP2 runs over a single rank, without communication.
         self.are_alone = (self.mode == _SHARD) & (self.shards * replicate == 1)
         self._per_node = gpus_per_node
-        self.along_all = near(self.shards * replicate, tp) if has_whole else None
+        self.along_all = along(GRADIENT_AXES) if has_whole else None
 
     def compute(self, tally: Tally) -> Array:
         """Return the seconds of computation."""
@@ -326,7 +344,10 @@ class Rows:
             out = out + all_reduce(num_bytes, self.along_tp, self.profile, sent.all_reduces)
         if sent.gathers:
             num_bytes = self.samples * sent.gather_bytes
-            out = out + all_gather(num_bytes, self.along_tp, self.profile, sent.gathers)
+            # What forward gathers, backward scatters and the other way round, so of a forward and
+            # its backward one half are reduce-scatters.
+            mean = (1 + self.profile.reduce_scatter_factor) / 2
+            out = out + mean * all_gather(num_bytes, self.along_tp, self.profile, sent.gathers)
         out = out * self.profile.tp_exposed
         out = out + (sent.all_reduces + sent.gathers) * self._across()
         if sent.all_to_alls:
@@ -372,15 +393,17 @@ class Rows:
         # Unsharded elements of the block's unit. With ep, its experts are in another unit.
         one = numel - kind.expert_numel + np.where(is_apart, 0.0, experts * self.shards)
         gathered = all_gather(one * widths.compute, self.along_shards, profile)
-        reduced = all_gather(
-            one * widths.reduce, self.along_shards, profile
-        ) + self._single_rank_copies(one)
+        scatters = profile.reduce_scatter_factor
+        reduced = scatters * all_gather(one * widths.reduce, self.along_shards, profile)
+        reduced = reduced + self._single_rank_copies(one)
         summed = all_reduce(one * widths.reduce / self.shards, self.along_replicas, profile)
         if is_apart.any():
             other = np.where(is_apart, experts, 0.0)
             whole = other * self.along_rest.ranks
             gathered = gathered + all_gather(whole * widths.compute, self.along_rest, profile)
-            reduced = reduced + all_gather(whole * widths.reduce, self.along_rest, profile)
+            reduced = reduced + scatters * all_gather(
+                whole * widths.reduce, self.along_rest, profile
+            )
             summed = summed + all_reduce(other * widths.reduce, self.along_replicas, profile)
         if self.along_all is None:
             return gathered, reduced, summed, None

@@ -38,6 +38,21 @@ UNIT_AXES: Final = (*SHARD_AXES, EXPERT_SHARD)
 """The axes over which FSDP2 units are sharded: parameters are all-gathered over them for use."""
 
 
+def order_of(stated: object) -> tuple[str, ...]:
+    """Return all axis names, outermost first: stated axes in the order in which they are stated.
+
+    The other axes have one rank, so their places do not matter.
+
+    Args:
+        stated: Sizes by axis, as in a plan; anything else states no order.
+
+    >>> order_of({"tp": 2, "dp_shard": "auto"})
+    ('tp', 'dp_shard', 'pp', 'dp_replicate', 'cp', 'ep')
+    """
+    names = tuple(stated) if isinstance(stated, Mapping) else ()
+    return (*names, *(axis for axis in AXES if axis not in names))
+
+
 @shown
 @dataclass(frozen=True, slots=True)
 class Axis:

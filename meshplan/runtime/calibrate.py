@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from meshplan.cost.calibration import Sample, Timings
-from meshplan.errors import SpecError
+from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.kernels import ATTENTION_BACKWARD, attention_flops
 from meshplan.layout.hardware import Device, find_device
-from meshplan.runtime.base.mesh import gather_into
+from meshplan.runtime.base.mesh import gather_into, ranks_per_node, scatter_sum
 
 ROUNDS: Final = 30
 """Number of timed rounds. Each round runs every operation."""
@@ -33,6 +33,11 @@ _BURST_S: Final = 0.01
 the time of its launch, and runs at clock rates that a training step does not keep up."""
 _HEADS, _WIDTH = 16, 128
 """Heads of the timed attention, and channels of each head."""
+_MOST_S: Final = 60.0
+"""Seconds after which no further round begins, so that slow links do not take half an hour."""
+_FEWEST_ROUNDS: Final = 4
+_LONG_S: Final = 0.5
+"""Seconds of a collective after which no larger one is timed."""
 _LAUNCHES: Final = 200
 """Kernel launches that a CPU times together as one operation."""
 _BLOCKS: Final = 12
@@ -75,6 +80,7 @@ def measure(*, large: bool | None = None) -> Timings:
     device = _device()
     is_large = device.type != "cpu" if large is None else large
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    within, across = _groups(device)
     with torch.no_grad():
         works = {
             "products": list(_products(device, dtype, is_large)),
@@ -85,7 +91,9 @@ def measure(*, large: bool | None = None) -> Timings:
         idle = {
             "launch": [_launches(device)],
             "copies": list(_copies(device)) if device.type == "cuda" else [],
-            "collectives": list(_collectives(device, is_large)) if _world() > 1 else [],
+            "collectives": list(_collectives(device, is_large, within)),
+            "reductions": list(_collectives(device, is_large, within or across, reduces=True)),
+            "crossings": list(_collectives(device, is_large, across)),
         }
         halves |= _timed(device, list(_by_turns(idle.values())))
     samples = {
@@ -97,6 +105,7 @@ def measure(*, large: bool | None = None) -> Timings:
         device=_facts(device),
         dtype=str(dtype).removeprefix("torch."),
         launch_s=launch.seconds / launch.amount,
+        num_nodes=1 if across is None else across.size(),
         **samples,
     )
 
@@ -143,14 +152,22 @@ def _timed(device: torch.device, works: Sequence[_TimedWork]) -> dict[int, tuple
     # The first run also loads libraries and chooses kernels.
     once = [min(_seconds(device, work, 1) for _ in range(2)) for work in works]
     bursts = [1 if is_cpu else max(1, math.ceil(_BURST_S / seconds)) for seconds in once]
+    num_rounds = min(ROUNDS, max(_FEWEST_ROUNDS, int(_MOST_S / max(1e-9, sum(once)))))
     if _world() > 1:  # All ranks must run a collective equally often.
-        agreed = torch.tensor(bursts, device=device)
+        agreed = torch.tensor([*bursts, num_rounds], device=device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        bursts = agreed.tolist()
+        *bursts, num_rounds = agreed.tolist()
     rounds = [
         [_seconds(device, work, times) for work, times in zip(works, bursts, strict=True)]
-        for _ in range(ROUNDS)
+        for _ in range(num_rounds)
     ]
+    if _world() > 1:
+        # Groups that share a link are done when the slowest one is: the first of them had the link
+        # for itself for a part of its time.
+        rounds = [
+            [worst if work.hops else own for work, worst, own in zip(works, *both, strict=True)]
+            for both in zip(_slowest(device, rounds), rounds, strict=True)
+        ]
     typical = min if is_cpu else statistics.median
     return {
         id(work): (typical(seconds[::2]), typical(seconds[1::2] or seconds))
@@ -158,8 +175,20 @@ def _timed(device: torch.device, works: Sequence[_TimedWork]) -> dict[int, tuple
     }
 
 
+def _slowest(device: torch.device, rounds: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return the seconds of each operation in each round on the rank on which it took longest."""
+    seconds = torch.tensor(rounds, device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.tolist()
+
+
 def _seconds(device: torch.device, work: _TimedWork, times: int) -> float:
-    """Return the seconds of one execution, from `times` executions in a row."""
+    """Return the seconds of one execution, from `times` executions in a row.
+
+    All ranks begin a collective at the same time, also those of other groups.
+    """
+    if work.hops:
+        dist.all_reduce(torch.zeros(1, device=device))
     _synchronize(device)
     begin = time.perf_counter()
     for _ in range(times):
@@ -304,12 +333,54 @@ def _copies(device: torch.device) -> Iterator[_TimedWork]:
         yield _TimedWork(float(2**power), partial(there.copy_, host, non_blocking=True))
 
 
-def _collectives(device: torch.device, is_large: bool) -> Iterator[_TimedWork]:
-    """Yield all-gathers over all ranks; `amount` is the bytes that pass through one rank."""
-    ranks, group = _world(), dist.group.WORLD
-    assert group is not None
-    for power in (22, 24, 26, 28) if is_large else (20, 22, 24):
+def _groups(device: torch.device) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Return (group of the ranks of this node, group of the same rank of each node).
+
+    A group of a single rank is None. Without a launcher's word, all ranks are on one node.
+    """
+    world = _world()
+    per_node = ranks_per_node() or world
+    if world == 1:
+        return None, None
+    # Each rank must refuse, also those of a node that has as many ranks as another one.
+    bounds = torch.tensor([per_node, -per_node], device=device)
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    most, least = bounds[0].item(), -bounds[1].item()
+    if most != least:
+        what = f"some nodes have {least} ranks and others {most}"
+        fix = "start as many ranks on each node, as torchrun does"
+        raise PlanError(Problem(what, Origin("LOCAL_WORLD_SIZE"), fix))
+    shape = world // per_node, per_node
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("node", "rank"))
+    within, across = (mesh.get_group(name) for name in ("rank", "node"))
+    return within if per_node > 1 else None, across if per_node < world else None
+
+
+def _collectives(
+    device: torch.device,
+    is_large: bool,
+    group: dist.ProcessGroup | None,
+    *,
+    reduces: bool = False,
+) -> Iterator[_TimedWork]:
+    """Yield all-gathers of a group, or reduce-scatters; `amount` is bytes through one rank.
+
+    All groups of one kind run at the same time, as in training: several ranks of a node share its
+    link to other nodes. On a slow link, the sizes end where one takes longer than `_LONG_S`.
+    """
+    if group is None:
+        return
+    ranks = group.size()
+    for number, power in enumerate((22, 24, 26, 28) if is_large else (18, 20, 22, 24)):
         part = torch.zeros(2**power // (4 * ranks), device=device)
-        whole = torch.empty(ranks, part.numel(), device=device)
+        whole = torch.zeros(ranks, part.numel(), device=device)
         passing = whole.numel() * 4.0 * (ranks - 1) / ranks
-        yield _TimedWork(passing, partial(gather_into, whole, part, group), ranks - 1)
+        run = partial(scatter_sum, part, whole, group) if reduces else partial(
+            gather_into, whole, part, group
+        )  # fmt: skip
+        work = _TimedWork(passing, run, ranks - 1)
+        yield work
+        seconds = torch.tensor(_seconds(device, work, 1), device=device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        if number and seconds.item() > _LONG_S:
+            return

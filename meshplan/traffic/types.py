@@ -68,7 +68,9 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The traffic of one rank in a call of `train_step`, after the checks of the first steps.
+    """The traffic of one rank in a call of `train_step` without checks.
+
+    Checks, which send more, run in the steps 1, 2, 4, 8, ...
 
     Args:
         traffic: The predicted traffic, one entry for each cause.

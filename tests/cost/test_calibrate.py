@@ -19,6 +19,7 @@ from meshplan.cost.calibration import (
 from meshplan.cost.profile import GENERIC, on_cluster
 from meshplan.errors import PlanError
 from meshplan.layout.hardware import Cluster, Device, Link, find_device
+from meshplan.render.profile import profile_to_text
 
 H100 = find_device("h100-sxm-80gb")
 
@@ -76,6 +77,36 @@ def test_what_one_machine_shows_is_taken_to_a_cluster_of_such():
         on_cluster(told, replace(nodes, inter=None))
     with pytest.raises(PlanError, match="was measured on h100-sxm-80gb, not on a100"):
         on_cluster(told, replace(nodes, device=find_device("a100-sxm-80gb")))
+
+
+def test_links_between_nodes_are_measured_apart_from_those_inside():
+    """Ranks on several nodes were timed as one ring, whose speed was written as that of a node."""
+    several = replace(
+        MADE,
+        collectives=times(3e-6, 300e9, GIGAS, hops=7),
+        crossings=times(2e-5, 30e9, GIGAS, hops=3),
+        reductions=times(6e-6, 150e9, GIGAS, hops=7),
+        num_nodes=4,
+    )
+    told = profile_from(several)
+    assert (told.intra_bytes_per_s, told.inter_bytes_per_s) == pytest.approx((300e9, 30e9))
+    assert (told.intra_latency_s, told.inter_latency_s) == pytest.approx((3e-6, 2e-5), rel=1e-2)
+    assert told.reduce_scatter_factor == pytest.approx(2, rel=1e-3)
+    assert "between nodes    30 GB/s for each device" in "\n".join(profile_to_text(told))
+    # What was measured holds, also where the plan states a bandwidth or none.
+    nodes = Cluster(device=H100, nodes=4, gpus_per_node=8, inter=Link("", 50e9))
+    assert on_cluster(told, nodes) == on_cluster(told, replace(nodes, inter=None)) == told
+
+
+def test_one_rank_on_each_node_measures_the_links_between_nodes_only():
+    alone = replace(
+        MADE, collectives=(), crossings=times(2e-5, 40e9, GIGAS, hops=3),
+        reductions=times(2e-5, 40e9, GIGAS, hops=3), num_nodes=4,
+    )  # fmt: skip
+    told = profile_from(alone)
+    assert told.inter_bytes_per_s == pytest.approx(40e9)
+    assert told.reduce_scatter_factor == pytest.approx(1)
+    assert told.intra_bytes_per_s == H100.intra_bytes_per_s * GENERIC["intra_share"]
 
 
 @pytest.mark.parametrize("name", ["products", "attention", "moves", "copies", "collectives"])
@@ -213,3 +244,67 @@ def test_the_verb_writes_a_profile_or_says_why_not(tmp_path, monkeypatch, capsys
     assert main(["calibrate", "--out", str(path), "-q"]) != 0
     assert "calibrate again" in capsys.readouterr().err
     assert not path.exists()
+
+
+def groups_on_nodes(sizes):
+    """The ranks that this rank times collectives with, if it is on a node of `sizes[rank]` ranks.
+
+    Returns:
+        (ranks of its node, same rank of each node, messages of what is refused).
+    """
+    import torch
+    import torch.distributed as dist
+
+    from meshplan.runtime import calibrate
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(sizes[dist.get_rank()]))
+        try:
+            found = calibrate._groups(torch.device("cpu"))
+        except PlanError as error:
+            return None, None, str(error)
+        works = list(calibrate._collectives(torch.device("cpu"), False, found[1] or found[0]))
+        assert [work.hops for work in works] == [(found[1] or found[0]).size() - 1] * len(works)
+    return *(each and dist.get_process_group_ranks(each) for each in found), ""
+
+
+def test_the_ranks_of_a_node_are_timed_apart_from_those_of_others(pool):
+    found = pool(4).run(groups_on_nodes, [2, 2, 2, 2])
+    assert [within for within, _, _ in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [across for _, across, _ in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert pool(4).run(groups_on_nodes, [4] * 4) == [([0, 1, 2, 3], None, "")] * 4
+    assert pool(4).run(groups_on_nodes, [1] * 4) == [(None, [0, 1, 2, 3], "")] * 4
+
+
+def test_nodes_with_different_numbers_of_ranks_are_refused_on_every_rank(pool):
+    """Ranks of which one alone refused left the others waiting."""
+    for _, _, why in pool(4).run(groups_on_nodes, [2, 2, 1, 1]):
+        assert "some nodes have 1 ranks and others 2" in why
+        assert "start as many ranks on each node" in why
+
+
+def slow_on_one_rank():
+    """The seconds of a collective for which one rank sleeps, and of a product for which it does."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from meshplan.runtime import calibrate
+
+    def run():
+        if dist.get_rank() == 1:
+            time.sleep(0.05)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "ROUNDS", 4)
+        works = [calibrate._TimedWork(1.0, run, hops=1), calibrate._TimedWork(1.0, run)]
+        found = calibrate._timed(torch.device("cpu"), works)
+    return [min(found[id(work)]) for work in works]
+
+
+def test_a_collective_takes_as_long_as_its_slowest_group(pool):
+    """Groups that share a link had the time of the first one, which had the link for itself."""
+    (collective, product), (slow_collective, slow_product) = pool(2).run(slow_on_one_rank)
+    assert collective == slow_collective >= 0.05
+    assert product < 0.05 <= slow_product

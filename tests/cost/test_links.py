@@ -6,14 +6,18 @@ node; a tree where there is none; a cut between stages that crosses nodes, and i
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from meshplan.cost.collectives import all_gather, all_reduce, all_to_all, group, send
+from meshplan.cost.collectives import all_gather, all_reduce, all_to_all, group, group_along, send
 from meshplan.cost.pipeline import crossing_seconds
-from tests.cost.test_step import COUNTING, REAL, row
+from meshplan.cost.step import Rows, widths_of
+from meshplan.layout.mesh import AXES, GRADIENT_AXES, Mesh, order_of
+from tests.cost.test_step import COUNTING, FP32, REAL, row
 
 
 @pytest.mark.parametrize(
@@ -70,3 +74,44 @@ def test_what_crosses_leaves_the_node_where_stages_do():
     told = crossing_seconds(row(pp=4, dp_shard=4, micro=2), size, COUNTING, 8)[0]
     assert told == pytest.approx((2 * 2e9 + 2) / 3)
     assert crossing_seconds(row(dp_shard=8), size, COUNTING, 8)[0] == 0
+
+
+@pytest.mark.parametrize("axes", [("tp",), ("dp_replicate",), ("dp_shard", "cp"), GRADIENT_AXES])
+def test_the_order_of_the_axes_says_which_ranks_share_a_node(axes):
+    rng = random.Random(0)
+    for _ in range(40):
+        names = [axis for axis in AXES if axis not in ("ep", "pp", "tp")]
+        names.insert(rng.randint(0, 3), "tp")
+        names.insert(rng.randint(0, 4), "pp")
+        mesh = Mesh.of({axis: rng.choice((1, 2, 4)) for axis in names})
+        grid = row(**mesh.sizes)
+        found = group_along(grid, axes, order_of(mesh.sizes), 8)
+        own = [rank for rank in range(mesh.world_size) if _differs_only(mesh, rank, axes)]
+        counts = Counter(rank // 8 for rank in own)
+        assert found.ranks[0] == len(own)
+        assert (found.per_node[0], found.nodes[0]) == (max(counts.values()), len(counts)), mesh
+
+
+def _differs_only(mesh, rank, axes):
+    at = mesh.coordinates(rank)
+    return all(place == 0 or axis in axes for axis, place in at.items())
+
+
+def test_an_axis_across_nodes_costs_what_its_links_take():
+    """A mesh with tp outermost was priced as one with tp inside of the nodes."""
+    grid = row(tp=8, dp_shard=8, micro=1)
+    slow_outside = replace(COUNTING, intra_bytes_per_s=1e9, inter_bytes_per_s=1.0)
+    inside, across = (
+        Rows(grid, COUNTING, 8, widths_of(FP32), order_of(names))
+        for names in ({"dp_shard": 8, "tp": 8}, {"tp": 8, "dp_shard": 8})
+    )
+    size = np.array([8e9])
+    for rows, tp_s, shard_s in ((inside, 7.0, 7e9), (across, 7e9, 7.0)):
+        assert all_gather(size, rows.along_tp, slow_outside)[0] == pytest.approx(tp_s)
+        assert all_gather(size, rows.along_shards, slow_outside)[0] == pytest.approx(shard_s)
+
+
+def test_stages_that_are_not_outermost_stay_inside_their_nodes():
+    grid = row(pp=4, dp_shard=4, micro=2)
+    order = order_of({"dp_shard": 4, "pp": 4})
+    assert crossing_seconds(grid, 1e9, COUNTING, 8, order)[0] == 2e9  # A second for each byte.

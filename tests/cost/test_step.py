@@ -16,7 +16,7 @@ from meshplan.cost.collectives import all_gather, group
 from meshplan.cost.grid import GRID, MODES, OPTIONS, PARAMS_ON_HOST
 from meshplan.cost.pipeline import crossing_seconds
 from meshplan.cost.profile import profile_of, without
-from meshplan.cost.step import terms, widths_of
+from meshplan.cost.step import Rows, terms, widths_of
 from meshplan.layout.hardware import Cluster, Link, find_device
 from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import make_plan
@@ -398,3 +398,15 @@ def test_what_lies_on_the_host_crosses_once_each_way(reshard):
     shard_bytes = sum(block.numels) * 4 / 4
     crossed = told.seconds[0, OPTIONS.index((0, reshard))] - told.update_s[0]
     assert crossed == pytest.approx(shard_bytes * (2 + reshard))
+
+
+def test_a_reduce_scatter_takes_as_long_as_it_was_measured_to():
+    """Gloo's takes twice as long as a gather, NCCL's as long."""
+    block = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=4).kinds[1]
+    grid = row(dp_shard=8, microbatches=2)
+    (gathered, reduced, summed, _), (twice_gathered, twice_reduced, twice_summed, _) = (
+        Rows(grid, replace(COUNTING, reduce_scatter_factor=factor), 8, widths_of(FP32)).data(block)
+        for factor in (1.0, 2.0)
+    )
+    assert (twice_gathered, twice_summed) == (gathered, summed)
+    assert twice_reduced == 2 * reduced > 0

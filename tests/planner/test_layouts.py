@@ -17,6 +17,7 @@ import pytest
 from meshplan.api.planning import explain, search_plan
 from meshplan.cli.app import main
 from meshplan.layout.mesh import AXES
+from meshplan.planner.answers.difference import side_of
 from meshplan.planner.objectives.fastest import fastest_of
 from meshplan.planner.objectives.layouts import KINDS, kinds_of, with_other_layouts
 from meshplan.planner.solve.search import TOLERANCE
@@ -241,3 +242,17 @@ def test_a_plan_that_needs_offload_is_compared_with_offload(job):
                 best_by_why_not(path, setting), rel=2 * TOLERANCE
             )
     assert any(each.is_whole and each.evaluated for each in decision.other_layouts)
+
+
+def test_the_stated_order_of_axes_is_kept_and_priced(job):
+    """Which seeded bug would this catch? A plan with tp across nodes at the price of one inside."""
+    machine = {"nodes": 2, "gpus_per_node": 2, "gpu": "h100-sxm-80gb", "inter": "1GB/s"}
+    seconds = {}
+    for outer, inner in (("tp", "dp_shard"), ("dp_shard", "tp")):
+        mesh = {outer: 2, inner: 2}
+        path = job(LLAMA, hardware=machine, mesh=mesh, batch={"global": 16, "seq_len": 4096})
+        chosen = search_plan(path).chosen
+        assert chosen.plan.mesh.names == (outer, inner)
+        assert chosen.seconds == pytest.approx(side_of("", chosen.plan).step_s.value)
+        seconds[inner] = chosen.seconds
+    assert seconds["tp"] < 0.8 * seconds["dp_shard"]

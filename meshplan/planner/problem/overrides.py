@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
-from meshplan.layout.mesh import AXES, DATA_AXES
+from meshplan.layout.mesh import DATA_AXES, order_of
 from meshplan.planner.solve.config import Candidate
 from meshplan.planner.space.cp import context_of
 from meshplan.planner.space.ep import LENDER, is_placed, words
@@ -93,7 +93,7 @@ def statements(
         pins: Choices of single blocks that the file's rules fix already.
         allocator: The CUDA allocator setting that the memory was estimated with.
     """
-    sizes = {axis: int(row[axis]) for axis in AXES}
+    sizes = {axis: int(row[axis]) for axis in order_of(spec.mesh)}
     mesh = {axis: size for axis, size in sizes.items() if size > 1}
     ep = mesh.pop("ep", 1)
     data = [axis for axis in ("dp_replicate", "dp_shard") if axis in mesh]

@@ -13,6 +13,7 @@ from meshplan.cost.grid import cuts_of
 from meshplan.cost.profile import Profile, measured_for, profile_of
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem, check_all
+from meshplan.layout.mesh import order_of
 from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.analytic.ranks import ERROR, OverError
 from meshplan.memory.answer.estimate import RESERVED_ERROR, MemoryEstimate
@@ -231,6 +232,7 @@ class PlanningProblem:
             pins=self._pins,
             exchanges=context_of(self.spec).attention == EXCHANGES,
             are_units=self._traced is None and not self.spec.rules,
+            order=order_of(self.spec.mesh),
         )
         if not are_alike(found) and (self.grid["virtual"] > 1).any():
             what = (

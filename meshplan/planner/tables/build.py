@@ -5,7 +5,7 @@ Its figures derive from the chains of block costs, one for each (tp, ep, number 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -17,6 +17,7 @@ from meshplan.cost.pipeline import crossing_seconds, pipeline_seconds
 from meshplan.cost.profile import Profile
 from meshplan.cost.step import terms, widths_of
 from meshplan.cost.types import BlockKind, Chain
+from meshplan.layout.mesh import AXES
 from meshplan.planner.knapsack.knapsack import Floats
 from meshplan.planner.space.fixed import Pin, Pins
 from meshplan.planner.tables.cost_table import CostTable
@@ -59,6 +60,7 @@ def cost_table_of(
     pins: Pins,
     exchanges: bool = True,
     are_units: bool = False,
+    order: Sequence[str] = AXES,
 ) -> CostTable:
     """Build the cost table of a grid.
 
@@ -76,6 +78,7 @@ def cost_table_of(
         exchanges: If True, cp exchanges heads (all-to-all) instead of gathering keys and values.
         are_units: If True, each block is one FSDP unit, whose parameters are gathered together and
             whose gradients are reduced together.
+        order: The axes of the mesh, outermost first.
     """
     cuts = cuts_of(grid)
     chains, left = _aligned({cut: chain_of(*cut) for cut in cuts}, pins)
@@ -100,7 +103,14 @@ def cost_table_of(
         boundary, always, passing = 0.0, np.zeros(len(part)), np.zeros(len(part))
         for number, kind in enumerate(chain.kinds):
             found = terms(
-                part, kind, profile, gpus_per_node, precision, dtype=dtype, exchanges=exchanges
+                part,
+                kind,
+                profile,
+                gpus_per_node,
+                precision,
+                dtype=dtype,
+                exchanges=exchanges,
+                order=order,
             )
             pin = left[number]
             own_recompute, own_reshard = pin.recompute or recompute, pin.reshard or reshard
@@ -169,7 +179,7 @@ def cost_table_of(
         )
         cut_at = [k.boundary_bytes for k in chain.kinds if k.has_options] or [0.0]
         sent[rows] = np.where(part["pp"] > 1, part["micro"] / part["cp"] * min(cut_at), 0.0)
-        crossing[rows] = crossing_seconds(part, boundary, profile, gpus_per_node)
+        crossing[rows] = crossing_seconds(part, boundary, profile, gpus_per_node, order)
     zero = np.zeros(len(grid))
     counts = np.bincount(first.order, minlength=len(first.kinds))
     once = pipeline_seconds(grid, zero, zero, crossing)

@@ -24,6 +24,7 @@ from meshplan.cost.step import Array, Terms, terms
 from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.hardware import Cluster
+from meshplan.layout.mesh import order_of
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.memory.analytic.microbatches import loss_chunks_of, refusals, styled_of
 from meshplan.model.graph import is_inside
@@ -178,6 +179,7 @@ class Costed:
             reshard=(0, 1),
             pins={},
             exchanges=self._exchanges,
+            order=order_of(self.plan.mesh.sizes),
         )
 
     def _by_stage(self, table: CostTable) -> list[float]:
@@ -245,6 +247,7 @@ class Costed:
             self.plan.spec.precision,
             dtype=self._dtype,
             exchanges=self._exchanges,
+            order=order_of(self.plan.mesh.sizes),
         )
 
     def _part(self, found: Terms, option: int) -> tuple[float, float, float]:
