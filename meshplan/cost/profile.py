@@ -284,7 +284,7 @@ def on_cluster(profile: Profile, cluster: Cluster) -> Profile:
     if is_measured or cluster.inter is None:
         return profile
     reached = cluster.inter.bytes_per_s * GENERIC["inter_share"]
-    return replace(profile, inter_bytes_per_s=reached)
+    return replace(profile, inter_bytes_per_s=reached, assumed_network=_assumed_network(cluster))
 
 
 def measured_for(profile: Profile, cluster: Cluster, dtype: str) -> Profile:

@@ -52,7 +52,7 @@ def gpus_to_text(devices: Mapping[str, Device], *, verbose: bool) -> list[str]:
     else:
         lines += [
             "",
-            "TFLOPS are dense; GB/s are one way per GPU. The network is assumed where a plan has no",
+            "TFLOPS are dense, GB/s are one way per GPU, and the network is that of a plan without",
             "`inter`; -v shows the sources",
         ]
     return lines
