@@ -15,8 +15,9 @@ from tests.helpers.pool import Pool, forkserver
 
 WIDE = frozenset((Path(__file__).parent / "wide_cases.txt").read_text().splitlines())
 """Cases that take seconds and combine what others show, beside those that say so themselves."""
-collect_ignore = ["transcripts/files"]
-"""Scripts and models that the transcripts copy; one of them trains when it is imported."""
+collect_ignore = ["transcripts/files", "helpers/sft_jobs.py"]
+"""Scripts and models that the transcripts copy, of which one trains when it is imported; and jobs
+that import packages which most machines lack."""
 MOST_KEPT = 4
 """Ranks of a pool that waits for the next file."""
 

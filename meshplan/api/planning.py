@@ -391,7 +391,8 @@ def calibrate(out: str | os.PathLike[str]) -> Profile | None:
     """
     from meshplan.runtime.calibrate import measure, together  # torch
 
-    check_writable(out, "the profile")
+    if os.environ.get("RANK", "0") == "0":  # The rank that writes; other nodes may lack the folder.
+        check_writable(out, "the profile")
     with together() as is_first:
         measured = measure()
         if not is_first:

@@ -1,4 +1,4 @@
-"""Fit a profile to timings of one machine (`meshplan calibrate`), and read and write profile files.
+"""Fit a profile to timings of machines (`meshplan calibrate`), and read and write profile files.
 
 The fit assumes that an operation takes a latency plus its amount divided by a rate, and rejects
 timings that do not follow this. `runtime.calibrate`, which needs torch, takes the timings.
@@ -30,7 +30,7 @@ LINKS_ARE_A_GUESS: Final = (
     "between devices nothing was measured, and the figure is a guess: torchrun --nproc-per-node 2 "
     "-m meshplan calibrate times what ranks send"
 )
-"""Entry of `Profile.sources` if only one rank was measured, so that link speeds are a guess."""
+"""Entry of `Profile.sources` if each node had one rank, so that the speed inside it is a guess."""
 _WORST_SPREAD: Final = 0.10
 """Highest accepted root mean square of `Sample.spread`. A larger spread means that something else
 was running on the machine."""
@@ -40,6 +40,7 @@ latency and a rate. A CPU is faster on data that fits into its cache: on a quiet
 collectives are up to 21 % off."""
 _MOST_BYTES: Final = 1 << 20
 """Largest size of a profile file."""
+_AGAIN: Final = "stop other programs there, and run meshplan calibrate again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """All timings of one machine.
+    """All timings of one machine, or of several nodes.
 
     Args:
         device: The device from the hardware table; if it is not there, one with torch's name.
@@ -73,11 +74,12 @@ class Timings:
         moves: Elementwise kernels of several sizes; the amount is bytes read and written.
         copies: Copies from host to device; () if the device uses host memory.
         collectives: All-gathers between the ranks of each node; () if a node has only one rank.
-        reductions: Reduce-scatters of the same sizes, between the same ranks as `collectives`, or
-            as `crossings` if `collectives` is ().
+        reductions: Reduce-scatters of up to the same sizes, between the same ranks as
+            `collectives`, or as `crossings` if `collectives` is ().
         crossings: All-gathers between one rank of each node, while the other ranks of the nodes
             do the same; () if there is only one node.
         num_nodes: Number of nodes.
+        ranks_per_node: Number of ranks of each node.
     """
 
     device: Device
@@ -91,10 +93,11 @@ class Timings:
     reductions: Sequence[Sample] = ()
     crossings: Sequence[Sample] = ()
     num_nodes: int = 1
+    ranks_per_node: int = 1
 
 
 def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
-    """Fit a profile to the timings of this machine.
+    """Fit a profile to timings.
 
     Constants that do not follow from the timings are those of `GENERIC`; `Profile.sources` says so.
 
@@ -140,7 +143,7 @@ def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
         Problem(
             f"the times of {name} {how} {rms:.0%} {beside}, and at most {most:.0%} is accepted",
             origin,
-            "stop other programs on this machine, and run meshplan calibrate again",
+            _AGAIN,
         )
         for name in errors
         for rms, most, how, beside in (
@@ -153,8 +156,9 @@ def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
     peak = measured.device.peak_flops.get(measured.dtype, max(flops, attention))
     generic = "all other constants are generic: calibration does not measure them"
     named = ", ".join(f"{name} (off by {rms:.0%})" for name, rms in worst.items())
-    links = () if measured.collectives or measured.crossings else (LINKS_ARE_A_GUESS,)
-    return Profile(
+    links = () if measured.collectives else (LINKS_ARE_A_GUESS,)
+    on = "this machine" if measured.num_nodes == 1 else f"{measured.num_nodes} nodes"
+    profile = Profile(
         device=measured.device.name,
         framework="native",
         dtype=measured.dtype,
@@ -173,13 +177,22 @@ def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
         inter_latency_s=inter_hop,
         reduce_scatter_factor=scatters,
         num_nodes=measured.num_nodes,
+        ranks_per_node=measured.ranks_per_node,
         contention=GENERIC["contention"],
         pcie_bytes_per_s=pcie,
         optimizer_bytes=GENERIC["optimizer_bytes"],
-        sources=(f"measured on this machine: {named}", *links, generic),
+        sources=(f"measured on {on}: {named}", *links, generic),
         residual=_root_mean_square(np.concatenate(list(errors.values()))),
         num_runs=sum(map(len, errors.values())),
     )
+    # Noise can make a fit exact and senseless, such as a rate without bound.
+    if problems := [
+        Problem(f"the times give {name} = {_shown(value)}, not {wanted}", origin, _AGAIN)
+        for name, (accepts, wanted) in _FIGURES.items()
+        if not accepts(value := getattr(profile, name))
+    ]:
+        raise PlanError(problems)
+    return profile
 
 
 def _root_mean_square(numbers: Array) -> float:
@@ -291,12 +304,14 @@ _FIGURES: Final[Mapping[str, _Figure]] = {
     "tp_exposed": _between(0, 1, "a share"),
     "reduce_scatter_factor": _between(0.01, 100, "a factor"),
     "num_nodes": _between(1, 1e6, "a number of nodes"),
+    "ranks_per_node": _between(1, 1e6, "a number of ranks"),
     "optimizer_bytes": _between(0, 1000, "bytes for each parameter"),
     "gathers_once": (lambda value: isinstance(value, bool), "true or false"),
     "sources": (
-        lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value),
+        lambda value: isinstance(value, list | tuple) and all(isinstance(x, str) for x in value),
         "a list of strings",
     ),
+    "assumed_network": (lambda value: value == "", "empty"),
     "residual": _between(0, 1e6, "an error", or_none=True),
     "num_runs": _between(0, 1e9, "a number of runs"),
 }  # fmt: skip

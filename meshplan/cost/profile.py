@@ -70,6 +70,7 @@ class Profile:
             `inter_latency_s` were not measured.
         gathers_once: If True, ZeRO-1 gathers parameters once, after the optimizer step, and not in
             each forward.
+        ranks_per_node: Ranks of each of those nodes; `inter_bytes_per_s` holds if all of them send.
         sources: The origins of the constants.
         assumed_network: The bandwidth between nodes that was assumed, in words with its source; ""
             if the plan states it, or has one node.
@@ -102,6 +103,7 @@ class Profile:
     host_bytes_per_s: float = HOST_BYTES_PER_S
     reduce_scatter_factor: float = 1.0
     num_nodes: int = 1
+    ranks_per_node: int = 1
     gathers_once: bool = False
     sources: tuple[str, ...] = ()
     assumed_network: str = ""
@@ -196,6 +198,7 @@ def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, An
     inter = cluster.inter.bytes_per_s if cluster.inter else None
     sources = tuple(facts.get("sources", ())) or (
         *device.sources,
+        *((cluster.inter.source,) if cluster.inter and cluster.inter.source else ()),
         "[Empirical] shares of the datasheet: meshplan.cost.profile.GENERIC",
     )
     return Profile(
@@ -261,7 +264,10 @@ def _unknown_network(cluster: Cluster) -> list[Problem]:
     """Return a problem if the cluster has several nodes and the speed between them is not known."""
     if cluster.nodes == 1 or cluster.inter is not None:
         return []
-    what = "the plan states no bandwidth between nodes"
+    what = (
+        "the plan states no bandwidth between nodes, and there is no usual one for nodes of "
+        f"{cluster.device.name}"
+    )
     return [Problem(what, fix="add inter: 50GB/s (per GPU, one way) to hardware:")]
 
 
@@ -271,14 +277,21 @@ def on_cluster(profile: Profile, cluster: Cluster) -> Profile:
     What was measured between nodes is kept. Otherwise the plan's bandwidth between nodes is used.
 
     Raises:
-        PlanError: The profile was measured on another device, or the speed of the network is not
-            known.
+        PlanError: The profile was measured on another device, or between nodes with another number
+            of ranks, or the speed of the network is not known.
     """
     is_measured = profile.num_nodes > 1
     problems = [] if is_measured else _unknown_network(cluster)
     if profile.device != cluster.device.name:
         what = f"the profile was measured on {profile.device}, not on {cluster.device.name}"
         problems.insert(0, Problem(what, fix="run meshplan calibrate on a machine of the plan"))
+    ranks = profile.ranks_per_node
+    if is_measured and cluster.nodes > 1 and ranks != cluster.gpus_per_node:
+        # Ranks of a node share its link, so the bandwidth of each depends on their number.
+        what = f"the network was measured with {ranks} ranks on each node, and the plan has "
+        what += str(cluster.gpus_per_node)
+        fix = f"run meshplan calibrate with --nproc-per-node {cluster.gpus_per_node}"
+        problems.append(Problem(what, fix=fix))
     if problems:
         raise PlanError(problems)
     if is_measured or cluster.inter is None:
@@ -288,7 +301,7 @@ def on_cluster(profile: Profile, cluster: Cluster) -> Profile:
 
 
 def measured_for(profile: Profile, cluster: Cluster, dtype: str) -> Profile:
-    """Return a profile that was measured on one machine, for a plan on a cluster of such machines.
+    """Return a measured profile for a plan on a cluster of such machines.
 
     Args:
         profile: The measured profile.

@@ -283,13 +283,13 @@ class Rows:
         order: Sequence[str] = AXES,
     ) -> None:
         self.profile, self.widths = profile, widths
-        tp, cp, shard, replicate = (
-            grid[name].astype(np.float64) for name in ("tp", "cp", "dp_shard", "dp_replicate")
+        cp, shard, replicate = (
+            grid[name].astype(np.float64) for name in ("cp", "dp_shard", "dp_replicate")
         )
         along = partial(group_along, grid, order=order, gpus_per_node=gpus_per_node)
         self.mode, self.microbatches = grid["mode"], grid["microbatches"]
         # True where a pipeline crosses nodes.
-        self.is_far = (grid["pp"] > 1) & (grid["pp"] * replicate * shard * cp * tp > gpus_per_node)
+        self.is_far = (grid["pp"] > 1) & (along(("pp",)).nodes > 1)
         self.micro = grid["micro"].astype(np.float64)
         self.samples = self.micro / cp
         self.shards = shard * cp
@@ -340,10 +340,10 @@ class Rows:
         """Return the seconds of the communication of tp and ep that nothing hides."""
         out = np.zeros_like(self.samples)
         if sent.all_reduces:
-            num_bytes = self.samples * sent.all_reduce_bytes
+            num_bytes = self.samples * sent.all_reduce_bytes + sent.all_reduce_once_bytes
             out = out + all_reduce(num_bytes, self.along_tp, self.profile, sent.all_reduces)
         if sent.gathers:
-            num_bytes = self.samples * sent.gather_bytes
+            num_bytes = self.samples * sent.gather_bytes + sent.gather_once_bytes
             # What forward gathers, backward scatters and the other way round, so of a forward and
             # its backward one half are reduce-scatters.
             mean = (1 + self.profile.reduce_scatter_factor) / 2

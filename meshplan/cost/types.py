@@ -35,6 +35,8 @@ class Sent:
     Args:
         all_reduces, gathers, all_to_alls: Number of collectives.
         all_reduce_bytes, gather_bytes: Bytes of the whole tensors, for one sample.
+        all_reduce_once_bytes, gather_once_bytes: Bytes of whole tensors whatever the number of
+            samples, such as gradients of parameters.
         all_to_all_bytes: Bytes that one rank sends along ep for one sample, including those that it
             sends to itself.
         all_to_all_once_bytes: Bytes that one rank sends along ep whatever the number of samples.
@@ -44,7 +46,9 @@ class Sent:
     all_reduce_bytes: float = 0.0
     gathers: int = 0
     gather_bytes: float = 0.0
-    """Bytes of all-gathers and reduce-scatters together, which take equally long."""
+    """Bytes of all-gathers and reduce-scatters together."""
+    all_reduce_once_bytes: float = 0.0
+    gather_once_bytes: float = 0.0
     all_to_alls: int = 0
     all_to_all_bytes: float = 0.0
     all_to_all_once_bytes: float = 0.0

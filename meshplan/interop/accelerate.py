@@ -8,6 +8,7 @@ state of meshplan in its place, which loads under any plan.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,7 @@ from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.state.load import load
 from meshplan.runtime.state.save import Stateful, save
 from meshplan.runtime.watch.guard import guarded
+from meshplan.state.folder import steps_in
 
 _STATE: Final = "meshplan"
 """Folder of the training state in a folder of `Accelerator.save_state`."""
@@ -71,15 +73,16 @@ class _PlannedState:
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._scheduler, self._data = scheduler, data
-        self._num_saved = 0
         self._source = ""
 
     def save(self, models: Any, weights: Any, folder: str) -> None:
         """Write the state; accelerate calls this on every rank before it writes its own files."""
-        self._num_saved += 1
+        path = os.path.join(folder, _STATE)
+        # `keep` keeps the highest step, so it must be this one, whoever wrote the one before.
+        step = max(steps_in(Path(path)), default=0) + 1
         save(
-            os.path.join(folder, _STATE), self._model, self._optimizer, step=self._num_saved,
-            scheduler=self._scheduler, data=self._data, keep=1,
+            path, self._model, self._optimizer, step=step, scheduler=self._scheduler,
+            data=self._data, keep=1,
         )  # fmt: skip
 
     def find(self, models: Any, folder: str) -> None:
@@ -96,10 +99,7 @@ class _PlannedState:
 
     def load_state_dict(self, state: Any) -> None:
         """Load the state, after accelerate has loaded the generators of this rank's number."""
-        found = load(
-            self._source, self._model, self._optimizer, scheduler=self._scheduler, data=self._data
-        )
-        self._num_saved = found.step
+        load(self._source, self._model, self._optimizer, scheduler=self._scheduler, data=self._data)
 
 
 def _problems(accelerator: Any, model: nn.Module, optimizer: Any) -> list[Problem]:
@@ -115,6 +115,7 @@ def _problems(accelerator: Any, model: nn.Module, optimizer: Any) -> list[Proble
         what = f"the Accelerator runs {kind}, but the plan states how the model is sharded"
         fix = "start it without this plugin; meshplan import translates its configuration"
         problems.append(Problem(what, fix=fix))
+    fix = "pass model, optimizer, scheduler and loader to planned_state, and prepare none of them"
     prepared = [getattr(each, "optimizer", each) for each in accelerator._optimizers]
     for name, value, known in (
         ("model", model, [part for each in accelerator._models for part in each.modules()]),
@@ -122,7 +123,16 @@ def _problems(accelerator: Any, model: nn.Module, optimizer: Any) -> list[Proble
     ):
         if value is not None and any(each is value for each in known):
             what = f"the {name} was passed to accelerator.prepare, which would save it by itself"
-            problems.append(Problem(what, fix=f"prepare everything but the {name}"))
+            problems.append(Problem(what, fix=fix))
+    if applied(model).plan.num_data_ranks < applied(model).plan.mesh.world_size:
+        # accelerate takes every rank for a data rank.
+        for name, each in (
+            ("loader", accelerator._dataloaders), ("scheduler", accelerator._schedulers),
+        ):  # fmt: skip
+            if each:
+                what = f"a {name} was passed to accelerator.prepare, which takes every rank for a "
+                what += "data rank, but ranks of the plan share their samples"
+                problems.append(Problem(what, fix=fix))
     if any(isinstance(each, _PlannedState) for each in accelerator._custom_objects):
         what = "this Accelerator has a planned state already"
         problems.append(Problem(what, fix="make another Accelerator, or one model of both parts"))

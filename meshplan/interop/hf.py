@@ -289,6 +289,11 @@ class _Planned:
         labels = inputs.get("labels")
         is_counted = isinstance(labels, torch.Tensor) and not labels.is_floating_point()
         left = self._rest()
+        if left is not None and getattr(self, "padding_free", False):
+            what = "the last batch of the evaluation is filled up, and padding_free has its samples"
+            what += " in one row, so they cannot be told from those that fill it"
+            fix = "choose per_device_eval_batch_size so that all ranks together divide the samples"
+            raise ApplyError(Problem(what, fix=fix))
         if is_counted and left is not None:
             labels = labels.clone()
             labels[max(0, left - index * len(labels)) :] = IGNORED

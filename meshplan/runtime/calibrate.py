@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,14 +28,15 @@ from meshplan.layout.hardware import Device, find_device
 from meshplan.runtime.base.mesh import gather_into, ranks_per_node, scatter_sum
 
 ROUNDS: Final = 30
-"""Number of timed rounds. Each round runs every operation."""
+"""Most timed rounds. Each round runs every operation."""
 _BURST_S: Final = 0.01
 """Seconds for which an accelerator repeats an operation without a pause. A lone kernel also takes
 the time of its launch, and runs at clock rates that a training step does not keep up."""
 _HEADS, _WIDTH = 16, 128
 """Heads of the timed attention, and channels of each head."""
 _MOST_S: Final = 60.0
-"""Seconds after which no further round begins, so that slow links do not take half an hour."""
+"""Seconds that the single executions of all rounds may take together, so that slow links take
+minutes and not half an hour. At least `_FEWEST_ROUNDS` run."""
 _FEWEST_ROUNDS: Final = 4
 _LONG_S: Final = 0.5
 """Seconds of a collective after which no larger one is timed."""
@@ -62,9 +64,9 @@ class _TimedWork:
 def measure(*, large: bool | None = None) -> Timings:
     """Time this machine and, in a process group of several ranks, its collectives.
 
-    Each of `ROUNDS` rounds runs every operation, and operations of different kinds take turns, so
-    that a disturbance, such as another process, does not hit all runs of the same operation. On a
-    CPU the shortest time of an operation counts, because a disturbance only lengthens runs. An
+    Each of up to `ROUNDS` rounds runs every operation, and operations of different kinds take
+    turns, so that a disturbance, such as another process, does not hit all runs of one. On a CPU
+    the shortest time of an operation counts, because a disturbance only lengthens runs. An
     accelerator repeats each operation for `_BURST_S`, and the median counts: under load its clock
     rate goes up and down, as it does in training.
 
@@ -89,7 +91,7 @@ def measure(*, large: bool | None = None) -> Timings:
         }
         halves = _timed(device, list(_by_turns(works.values())))
         idle = {
-            "launch": [_launches(device)],
+            "launch": [_launches(device, within)],
             "copies": list(_copies(device)) if device.type == "cuda" else [],
             "collectives": list(_collectives(device, is_large, within)),
             "reductions": list(_collectives(device, is_large, within or across, reduces=True)),
@@ -106,6 +108,7 @@ def measure(*, large: bool | None = None) -> Timings:
         dtype=str(dtype).removeprefix("torch."),
         launch_s=launch.seconds / launch.amount,
         num_nodes=1 if across is None else across.size(),
+        ranks_per_node=1 if within is None else within.size(),
         **samples,
     )
 
@@ -233,12 +236,12 @@ def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _launches(device: torch.device) -> _TimedWork:
+def _launches(device: torch.device, within: dist.ProcessGroup | None) -> _TimedWork:
     """Return an operation whose time is that of launching kernels.
 
     On a CPU it launches a tiny kernel `_LAUNCHES` times. On an accelerator it is a training step of
-    a model so small that the host sets the pace, wrapped by FSDP2 in a process group: autograd and
-    the hooks of modules take several times as long as the launch itself.
+    a model so small that the host sets the pace, wrapped by FSDP2 over the ranks of the node:
+    autograd and the hooks of modules take several times as long as the launch itself.
     """
     if device.type == "cpu":
         x = torch.zeros(1)
@@ -250,7 +253,10 @@ def _launches(device: torch.device) -> _TimedWork:
         return _TimedWork(_LAUNCHES, run)
     model = nn.Sequential(*(_SmallBlock() for _ in range(_BLOCKS))).to(device, torch.bfloat16)
     if dist.is_initialized():
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        # Over the ranks of a node: a network between nodes would set the pace instead of the host.
+        ranks = 1 if within is None else within.size()
+        shape = _world() // ranks, ranks
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("node", "rank"))["rank"]
         for block in model:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -336,12 +342,21 @@ def _copies(device: torch.device) -> Iterator[_TimedWork]:
 def _groups(device: torch.device) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Return (group of the ranks of this node, group of the same rank of each node).
 
-    A group of a single rank is None. Without a launcher's word, all ranks are on one node.
+    A group of a single rank is None.
+
+    Raises:
+        PlanError: Nodes have different numbers of ranks, or no launcher says how many they have.
     """
     world = _world()
-    per_node = ranks_per_node() or world
     if world == 1:
         return None, None
+    per_node = ranks_per_node() or world
+    names: list[str | None] = [None] * world
+    dist.all_gather_object(names, socket.gethostname())
+    if per_node == world and len(set(names)) > 1:
+        what = f"ranks run on {len(set(names))} hosts, and nothing says how many are on each"
+        fix = "start them with torchrun, or set LOCAL_WORLD_SIZE on each"
+        raise PlanError(Problem(what, Origin("LOCAL_WORLD_SIZE"), fix))
     # Each rank must refuse, also those of a node that has as many ranks as another one.
     bounds = torch.tensor([per_node, -per_node], device=device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX)

@@ -30,7 +30,7 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "hardware.intra": "bandwidth of each GPU to the others of its node, such as `450GB/s`",
             "hardware.inter": (
                 "bandwidth of each GPU to other nodes, such as `50GB/s`; left out, the one that "
-                "nodes of the GPU usually have (`meshplan gpus`) is assumed, and said"
+                "nodes of the GPU usually have (`meshplan gpus`) is assumed, and `plan` says so"
             ),
             "hardware.headroom": (
                 "fraction of a GPU's memory that a plan must leave free, at least 0 and below 1"

@@ -115,7 +115,14 @@ def read_sizing(
         adapters = read_adapters(str(lora))
         if "params" in facts:  # Without a model, `check_enough` says what is missing.
             num_adapter_params = count_adapters(adapters, graph)
-        row = row and (row[0], LORA)
+        if row is not None and spec is not None:
+            given = spec.precision
+            if given.is_mixed or "float32" in (given.param, given.master):
+                what = "the formulas have the base in bf16, and the plan keeps it in float32"
+                notes.append(f"no row of the table matches the plan: {what}")
+                row = None
+            else:  # The model is in its own dtype.
+                row = row[0], LORA
     return Sizing(
         num_adapter_params=num_adapter_params,
         num_params=facts.get("params"),

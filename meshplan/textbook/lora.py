@@ -105,7 +105,7 @@ def count_adapters(adapters: Adapters, graph: ModelGraph | None) -> int:
         what = f"the size of adapters of {adapters} follows from the model's projections, which a "
         what += "number of parameters does not tell"
         fix = "add --config PATH in place of --params; or state the size, --lora params=N, which "
-        fix += "print_trainable_parameters() of a peft model prints"
+        fix += "print_trainable_parameters() of a peft model prints, without its commas"
         raise SpecError(Problem(what, _FLAG, fix))
     shapes = _projections(graph)
     chosen: set[str] = set()
@@ -129,7 +129,7 @@ def count_adapters(adapters: Adapters, graph: ModelGraph | None) -> int:
         what = f"{':'.join(adapters.targets)} names modules of a mixture of experts, whose weights "
         what += "are fused; which of them get adapters depends on the version of peft"
         fix = "name projections of the attention alone, or state the size, --lora params=N, which "
-        fix += "print_trainable_parameters() of the peft model prints"
+        fix += "print_trainable_parameters() of the peft model prints, without its commas"
         raise SpecError(Problem(what, _FLAG, fix))
     return adapters.rank * sum(sum(shapes[fqn]) for fqn in chosen)
 

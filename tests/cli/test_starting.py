@@ -73,6 +73,13 @@ def test_a_plan_of_a_config_can_be_planned(here, capsys, nodes):
     assert main(["plan", "-q", "--dry-run"]) == 0
 
 
+def test_the_network_of_a_start_is_the_usual_one(here):
+    (here / "config.json").write_text(json.dumps(LLAMA))
+    words = ["--gpu", "a100-sxm-80gb", "--nodes", "2", "--gpus-per-node", "8"]
+    assert main(["init", "--config", "config.json", *words, "-q"]) == 0
+    assert load_spec("plan.yaml").hardware.inter_bytes_per_s == 25e9
+
+
 def test_the_config_is_named_from_the_folder_of_the_plan(here):
     (here / "config.json").write_text(json.dumps(LLAMA))
     (here / "plans").mkdir()

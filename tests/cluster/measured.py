@@ -168,7 +168,9 @@ def table(rows: Sequence[Row]) -> Iterable[str]:
     for name in dict.fromkeys(row.plan for row in rows):
         own = [row for row in rows if row.plan == name]
         sent = max(own, key=lambda row: row.bytes_error)
-        worst = sent.told_bytes.index(max(sent.told_bytes))
+        pairs = zip(sent.told_bytes, sent.sent_bytes, strict=True)
+        errors = [abs(told / count - 1) if count else 0.0 for told, count in pairs]
+        worst = errors.index(max(errors))
         cells = [f"{sent.told_bytes[worst] / 1e6:.3f}, {sent.sent_bytes[worst] / 1e6:.3f}"]
         for row in own:
             told = "unknown" if row.told_s is None else f"{row.told_s:.2f}"

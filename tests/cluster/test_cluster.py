@@ -70,7 +70,7 @@ FULL, HYBRID, ACROSS = "full_shard", "hybrid, a node a replica", "tp across x fu
 
 
 @pytest.mark.wide
-def test_a_hybrid_is_faster_over_slow_links_only(tmp_path):
+def test_a_hybrid_loses_its_lead_over_links_that_are_fast(tmp_path):
     """HYBRID_SHARD sends a third as much between nodes, and one collective more after the other."""
     if why := why_none(limits=True):
         pytest.skip(why)
@@ -82,7 +82,7 @@ def test_a_hybrid_is_faster_over_slow_links_only(tmp_path):
         # A megabyte in many small all-reduces: what gloo adds to each of them is 4 % of it.
         assert row.bytes_error < (0.05 if row.plan == ACROSS else 0.02), row
     at = {(row.plan, row.speed): row for row in rows}
-    # Predicted are 1.4 times and 0.9 times; busy processors lengthen both plans.
+    # Busy processors lengthen both plans, which brings the ratios nearer to 1.
     for speed, is_slower, least, most in ((SLOW, True, 1.2, 2.0), (EVEN, False, 0.5, 1.1)):
         full, hybrid = at[FULL, speed], at[HYBRID, speed]
         assert full.told_s is not None

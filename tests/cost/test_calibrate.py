@@ -10,6 +10,7 @@ import pytest
 
 from meshplan.cli.app import main
 from meshplan.cost.calibration import (
+    LINKS_ARE_A_GUESS,
     Sample,
     Timings,
     profile_from,
@@ -87,6 +88,7 @@ def test_links_between_nodes_are_measured_apart_from_those_inside():
         crossings=times(2e-5, 30e9, GIGAS, hops=3),
         reductions=times(6e-6, 150e9, GIGAS, hops=7),
         num_nodes=4,
+        ranks_per_node=8,
     )
     told = profile_from(several)
     assert (told.intra_bytes_per_s, told.inter_bytes_per_s) == pytest.approx((300e9, 30e9))
@@ -96,6 +98,9 @@ def test_links_between_nodes_are_measured_apart_from_those_inside():
     # What was measured holds, also where the plan states a bandwidth or none.
     nodes = Cluster(device=H100, nodes=4, gpus_per_node=8, inter=Link("", 50e9))
     assert on_cluster(told, nodes) == on_cluster(told, replace(nodes, inter=None)) == told
+    # Ranks of a node share its link.
+    with pytest.raises(PlanError, match="measured with 8 ranks on each node, and the plan has 4"):
+        on_cluster(told, replace(nodes, gpus_per_node=4))
 
 
 def test_one_rank_on_each_node_measures_the_links_between_nodes_only():
@@ -107,6 +112,14 @@ def test_one_rank_on_each_node_measures_the_links_between_nodes_only():
     assert told.inter_bytes_per_s == pytest.approx(40e9)
     assert told.reduce_scatter_factor == pytest.approx(1)
     assert told.intra_bytes_per_s == H100.intra_bytes_per_s * GENERIC["intra_share"]
+    assert LINKS_ARE_A_GUESS in told.sources
+
+
+def test_a_profile_that_could_not_be_read_is_not_made():
+    """Two sizes that took equally long give a rate without bound, and a fit that is exact."""
+    same = replace(MADE, collectives=tuple(Sample(a, 1e-3, 7) for a in (1e6, 4e6)))
+    with pytest.raises(PlanError, match="the times give intra_bytes_per_s = inf, not"):
+        profile_from(same)
 
 
 @pytest.mark.parametrize("name", ["products", "attention", "moves", "copies", "collectives"])

@@ -40,8 +40,21 @@ def _loop(name: str, folder: str, resume: bool) -> dict[str, Any]:
             for _ in range(2):  # The second one replaces the first.
                 accelerator.save_state(folder)
             drawn = torch.rand(2).tolist()
+    if resume:  # The folder has a state of an earlier process, which this one replaces.
+        accelerator.save_state(folder)
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.zero_()
+        accelerator.load_state(folder)
+        pairs = zip(before, net.parameters(), strict=True)
+        assert all(torch.equal(_local(one), _local(two)) for one, two in pairs)
     state = meshplan.full_state_dict(net)
     return {"losses": losses, "drawn": drawn, "state": state, "rate": scheduler.get_last_lr()}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "to_local", lambda: tensor)()
 
 
 def _loss(output: Any, targets: torch.Tensor) -> torch.Tensor:

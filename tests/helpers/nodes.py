@@ -125,7 +125,7 @@ def why_none(*, limits: bool = False) -> str:
             subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
     except subprocess.CalledProcessError as error:
         return f"no nodes as network namespaces: {error.stderr.decode()[-300:]}"
-    except OSError as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return ""
 

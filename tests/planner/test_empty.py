@@ -64,11 +64,29 @@ def test_what_is_not_known_of_the_machine_is_said_first_and_where(job, capsys):
     assert "configurations" not in err
 
 
+def test_the_usual_network_is_assumed_and_told(job, capsys):
+    """With it, a plan is the one that states the same bandwidth."""
+    hardware = {**ALONE, "nodes": 2, "inter": "50GB/s"}
+    stated = search_plan(job(hardware=hardware))
+    path = job(hardware={key: value for key, value in hardware.items() if key != "inter"})
+    assumed = search_plan(path)
+    assert stated.chosen is not None
+    assert assumed.chosen is not None
+    assert assumed.chosen.seconds == stated.chosen.seconds
+    assert stated.profile.assumed_network == ""
+    assert main(["plan", "-f", str(path), "-q", "--dry-run"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "assumed: 50 GB/s per GPU between nodes (NVIDIA DGX H100 datasheet" in said
+    assert "if yours differs, state hardware.inter" in said
+
+
 def test_more_nodes_that_nothing_is_known_of_are_no_silence(job, capsys):
     path = job(hardware=ALONE | {"gpu": "l40s-48gb", "headroom": 0.99})
     assert main(["plan", "-f", str(path)]) == 1
     out, err = capsys.readouterr()
-    assert "with more devices: the plan states no bandwidth between nodes; add inter:" in out
+    said = " ".join(out.split())
+    assert "with more devices: the plan states no bandwidth between nodes, and there is no" in said
+    assert "usual one for nodes of l40s-48gb; add inter:" in said
     assert err.count("looking for a plan on") == 1
     with pytest.raises(PlanError, match="states no bandwidth between nodes"):
         fewest_devices(path, ["hardware.headroom=0"], tokens="1e13", days="1")

@@ -23,7 +23,6 @@ from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.objectives.fastest import decide, fastest_of
 from meshplan.planner.problem.decision import Decision, PlanRequest
-from meshplan.planner.problem.live_model import NO_TP
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate
 from meshplan.render.plans.sizing import cost_to_json, cost_to_text
@@ -214,7 +213,11 @@ def test_a_plan_with_tp_that_is_chosen_is_the_stated_one(name, mesh, ask):
     assert decision.num_configs > 1
     assert chosen.plan.mesh.size("tp") == mesh["tp"]
     question = asked.job.request
-    composed = question.traced.memory(asked.job._decided(question.read(overrides(chosen.stated))))
+    traced, spec = question.traced, question.read(overrides(chosen.stated))
+    assert isinstance(traced, TracedModel)
+    traced.traces(spec).exact.clear()  # What certified the choice.
+    composed = traced.memory(traced.decide(spec))
+    assert not traced.traces(spec).exact
     stated = search_plan(asked.path, overrides(chosen.stated)).chosen
     assert stated is not None
     assert chosen.seconds == pytest.approx(stated.seconds, rel=1e-9)
@@ -245,6 +248,7 @@ def test_microbatches_with_tp_are_composed(mesh, ask):
     spec = question.read(overrides(stated))
     assert traced.refuses(spec) == ""
     found = traced.memory(traced.decide(spec))
+    assert not traced.traces(spec).exact
     whole = checking.estimate_memory(ask("vit").path, overrides(stated), tier=3)
     peaks = [(g.ranks, g.peak.requested_bytes) for g in whole.groups]
     assert [(g.ranks, g.peak.requested_bytes) for g in found.groups] == peaks
@@ -258,7 +262,7 @@ def test_composed_microbatches_are_those_that_are_traced(name, ask):
     traced = question.traced
     assert isinstance(traced, TracedModel)
     blocks = question.graph.blocks()
-    traces = traced.traces(NO_TP)
+    traces = traced.traces(question.read(()))
     composer, loop = traces._composer(5), traces._loop(with_micro(question, 5))
     for again in (frozenset(blocks[::2]), frozenset(blocks[:1]), frozenset(blocks)):
         low, high = composer.trace(again)
@@ -277,7 +281,7 @@ def test_what_was_traced_is_not_traced_again(ask, monkeypatch):
     question = ask("unet").job.request
     traced = question.traced
     assert isinstance(traced, TracedModel)
-    traces = traced.traces(NO_TP)
+    traces = traced.traces(question.read(()))
     assert traces.chain
     asked: list[Ask] = []
 

@@ -450,7 +450,7 @@ def test_what_stages_hand_on_is_held_until_its_gradient_comes(job, seq_len):
 
 def test_all_that_a_plan_lacks_is_said_at_once(job):
     """Otherwise the speed between nodes is only asked for once the batch is stated."""
-    path = job(hardware={"nodes": 2, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}, batch=None)
+    path = job(hardware={"nodes": 2, "gpus_per_node": 8, "gpu": "l40s-48gb"}, batch=None)
     with pytest.raises(PlanError) as raised:
         search_plan(path)
     whats = [problem.what for problem in raised.value.problems]

@@ -194,7 +194,8 @@ def test_what_is_left_open_is_named(write, capsys):
 
 @pytest.mark.parametrize("is_json", [False, pytest.param(True, marks=pytest.mark.wide)])
 def test_one_that_does_not_fit_is_said_not_to_fit(write, capsys, is_json):
-    flags = ["-f", write(plan_of("tp")), "--model", MODEL, "--set", "hardware.headroom=0.98"]
+    plan = write(plan_of("tp", activation_checkpointing="none"))
+    flags = ["-f", plan, "--model", MODEL, "--set", "hardware.headroom=0.98"]
     assert main(["plan", *flags, "--dry-run", "-q", *(["--json"] if is_json else [])]) == 1
     out = capsys.readouterr().out
     if is_json:
@@ -205,6 +206,7 @@ def test_one_that_does_not_fit_is_said_not_to_fit(write, capsys, is_json):
     out = " ".join(out.split())
     assert "the plan as stated does not fit: expected 1." in out
     assert "over by" in out.lower()
+    assert "other plans: the plan states everything" in out
     assert "even with all other settings open" not in out
 
 

@@ -13,10 +13,10 @@ from meshplan.planner.objectives.fastest import decide, grid_line
 from meshplan.planner.objectives.memory import LeastMemory
 from meshplan.planner.objectives.num_devices import cheapest
 from meshplan.planner.objectives.offload_variants import add_offload_variants
-from meshplan.planner.objectives.priced import is_priced, price
+from meshplan.planner.objectives.priced import is_priced, is_priced_instead, price
 from meshplan.planner.problem.decision import Decision, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.space.space import Rejected
+from meshplan.planner.space.space import EmptySpaceError, Rejected
 from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.spec.spec import AUTO
 
@@ -27,8 +27,8 @@ _NOT_ASKED: Final = "something fits without, and nothing asks for it: offload: a
 def answer(request: PlanRequest, report: OnProgress = lambda text: None) -> Decision:
     """Find the best plan by the request's objective.
 
-    If the plan of a live model states something that the planner cannot search, only this plan is
-    priced.
+    If the plan of a live model states something that the planner cannot search, or has tp and
+    states everything, only this plan is priced.
 
     Args:
         request: The request.
@@ -39,7 +39,12 @@ def answer(request: PlanRequest, report: OnProgress = lambda text: None) -> Deci
     """
     if is_priced(request):
         return price(request, report)
-    return _BY_OBJECTIVE[request.objective](request, report)
+    try:
+        return _BY_OBJECTIVE[request.objective](request, report)
+    except EmptySpaceError:
+        if is_priced_instead(request):
+            return price(request, report)
+        raise
 
 
 def smallest(request: PlanRequest, report: OnProgress = lambda text: None) -> Decision:

@@ -1,4 +1,4 @@
-"""Price the stated plan of a live model if the planner cannot search others.
+"""Price the stated plan of a live model, if the planner cannot search others or is not to.
 
 Memory is estimated as by `meshplan estimate`. The step time follows from the costs of a microbatch,
 which are recorded while the microbatch runs on fake tensors.
@@ -7,25 +7,53 @@ which are recorded while the microbatch runs on fake tensors.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from meshplan.errors import PlanError, Problem
+from meshplan.layout.mesh import DATA_AXES
 from meshplan.memory.answer.estimate import left_in_words
 from meshplan.planner.problem.decision import Bound, Decision, Evaluated, PlanRequest
-from meshplan.planner.problem.live_model import TpChoice
+from meshplan.planner.problem.live_model import TracedChoices
 from meshplan.planner.space.space import Rejected, UnsearchedError
 from meshplan.planner.tables.whole_plan import Costed
+from meshplan.spec.spec import Spec
 
 
 def is_priced(request: PlanRequest) -> bool:
-    """Return True if a live model's plan is priced as stated and not searched.
+    """Return True if a live model's plan is priced as it is stated, and not searched.
 
-    That is so if it cannot be searched, and if it has tp and leaves nothing to search.
+    That is so if it cannot be searched, or if it has tp and states everything.
     """
     traced, spec = request.traced, request.read(())
     if traced is None or not traced.is_priced(spec):
         return False
-    return (TpChoice.of(spec).size > 1 and not spec.free_fields) or bool(traced.refuses(spec))
+    if TracedChoices.of(spec).tp > 1:
+        assert isinstance(spec.mesh, Mapping)
+        others = {axis: size for axis, size in spec.mesh.items() if axis != "tp"}
+        # Whether tp can be searched is found out by the search: that takes traces.
+        return _states_everything(spec) or bool(traced.refuses(replace(spec, mesh=others)))
+    return bool(traced.refuses(spec))
+
+
+def is_priced_instead(request: PlanRequest) -> bool:
+    """Return True if a live model's plan is priced as stated where its tp cannot be searched."""
+    traced, spec = request.traced, request.read(())
+    if traced is None or spec.free_fields or not traced.is_priced(spec):
+        return False
+    return TracedChoices.of(spec).tp > 1
+
+
+def _states_everything(spec: Spec) -> bool:
+    """Return True if a spec states all that the planner chooses for a live model."""
+    mesh = spec.mesh if isinstance(spec.mesh, Mapping) else {}
+    has_data = any(mesh.get(axis, 1) != 1 for axis in DATA_AXES)
+    return (
+        not spec.free_fields
+        and (spec.strategy is not None or not has_data)
+        and "activation_checkpointing" in spec.origins
+        and isinstance(spec.batch.micro, int)
+    )
 
 
 def price(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
@@ -41,7 +69,9 @@ def price(request: PlanRequest, report: Callable[[str], None] = lambda text: Non
     """
     began, spec, traced = time.monotonic(), request.read(()), request.traced
     assert traced is not None
-    why = traced.refuses(spec)
+    why = "the plan states everything"
+    if not _states_everything(spec):
+        why = traced.refuses(spec)
     if spec.free_fields:
         left = " and ".join(spec.free_fields)
         are = "are" if len(spec.free_fields) > 1 else "is"

@@ -15,7 +15,6 @@ from meshplan.cost.types import Chain
 from meshplan.memory.analytic.microbatches import loss_chunks_of, styled_of
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.problem.decision import PlanRequest
-from meshplan.planner.problem.live_model import NO_TP, TpChoice
 from meshplan.planner.space.trials import with_axes
 from meshplan.shown import whole_repr
 from meshplan.spec.spec import Spec
@@ -73,7 +72,7 @@ class Chains:
     def at(self, tp: int, ep: int, loss_chunks: int | None = None) -> Chain:
         """Return the chain for these sizes: the block costs of one rank of the tp and ep groups.
 
-        The chain of a live model depends on tp only.
+        The chain of a live model depends on tp and its settings only.
 
         Args:
             tp: Size of tp.
@@ -82,8 +81,11 @@ class Chains:
                 states.
         """
         if self._traced is not None:
-            choice = TpChoice(tp, *self._cuts(tp)) if tp > 1 else NO_TP
-            return self._traced.chain(choice)
+            cuts, cuts_loss = self._cuts(tp) if tp > 1 else (False, False)
+            trial = with_axes(
+                self._spec, {"tp": tp}, sequence_parallel=cuts, loss_parallel=cuts_loss
+            )
+            return self._traced.chain(trial)
         stated = self._spec.loss_chunks
         usual = stated if isinstance(stated, int) else 1
         key = self._key(ProgramKey(tp, ep, loss_chunks or usual))

@@ -5,38 +5,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple, Protocol
 
 from meshplan.cost.types import Chain
 from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.plan.plan import Plan
-from meshplan.spec.spec import Spec
+from meshplan.spec.spec import AUTO, Precision, Spec
 
 
-class TpChoice(NamedTuple):
-    """The choices of tensor parallelism that a block's costs and memory depend on.
+class TracedChoices(NamedTuple):
+    """The choices of a plan on which the costs and the activations of a live model's blocks depend.
 
     Attributes:
-        size: Size of tp.
+        tp: Size of tp.
         sequence_parallel: If True, tp shards activations along the sequence.
         loss_parallel: If True, tp shards the loss along the vocabulary.
+        tp_plan: Where the styles of tp come from; "" if tp is 1.
+        precision: The dtypes.
+        loss_chunks: The number of chunks of the loss, as the plan states it.
+        rules: The selectors and settings of rules that change what a block computes.
     """
 
-    size: int = 1
-    sequence_parallel: bool = False
-    loss_parallel: bool = False
+    tp: int
+    sequence_parallel: bool
+    loss_parallel: bool
+    tp_plan: str
+    precision: Precision
+    loss_chunks: int | str
+    rules: tuple[Hashable, ...]
 
     @classmethod
-    def of(cls, spec: Spec) -> TpChoice:
-        """Return the choices of a spec that states its mesh; `NO_TP` if tp is 1."""
+    def of(cls, spec: Spec) -> TracedChoices:
+        """Return the choices of a spec; tp is 1 if the spec leaves its size open."""
         size = spec.mesh.get("tp", 1) if isinstance(spec.mesh, Mapping) else 1
-        if not isinstance(size, int) or size == 1:
-            return NO_TP
-        return cls(size, spec.sequence_parallel, spec.loss_parallel)
-
-
-NO_TP: Final = TpChoice()
+        tp = size if isinstance(size, int) else 1
+        rules = (
+            (rule.match, tuple(sorted(rule.place.items())), rule.data, rule.precision, rule.apply)
+            for rule in spec.rules
+        )
+        # Where the plan states no styles, the planner adds `tp_plan: auto` with tp.
+        is_auto = spec.tp_plan == "none" and "tp_plan" not in spec.origins
+        return cls(
+            tp=tp,
+            sequence_parallel=tp > 1 and spec.sequence_parallel,
+            loss_parallel=tp > 1 and spec.loss_parallel,
+            tp_plan="" if tp == 1 else AUTO if is_auto else spec.tp_plan,
+            precision=spec.precision,
+            loss_chunks=1 if spec.loss_chunks == AUTO else spec.loss_chunks,
+            rules=tuple(rule for rule in rules if any(rule[1:])),
+        )
 
 
 class Priced(NamedTuple):
@@ -83,11 +101,11 @@ class Traced(Protocol):
             PlanError: The plan does not fit the model, or the forward cannot be recorded.
         """
 
-    def chain(self, tp: TpChoice) -> Chain:
+    def chain(self, spec: Spec) -> Chain:
         """Return the costs of the blocks, and of the modules before and after them.
 
         Args:
-            tp: The choice of tensor parallelism. The costs are those of one rank of tp.
+            spec: A spec whose `TracedChoices` count. The costs are those of one rank of tp.
 
         Raises:
             PlanError: The model cannot be traced.

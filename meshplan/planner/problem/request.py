@@ -11,7 +11,15 @@ from typing import Any, Final
 from meshplan.cost.calibration import read_profile
 from meshplan.cost.profile import Profile
 from meshplan.errors import Origin, PlanError, Problem, check_all
-from meshplan.layout.hardware import SOME_GPU, Cluster, Device, Link, find_device, usual_link
+from meshplan.layout.hardware import (
+    SOME_GPU,
+    Cluster,
+    Device,
+    Link,
+    devices,
+    find_device,
+    usual_link,
+)
 from meshplan.model.blueprint import from_config
 from meshplan.model.blueprint.config import config_file
 from meshplan.model.graph import ModelGraph
@@ -220,10 +228,13 @@ def cluster_of(spec: Spec, device: str, profile: Profile | None = None) -> Clust
 
 def _measured_device(profile: Profile, stated: HardwareSpec) -> Device:
     """Return a device with the speeds of a profile and the memory that the plan states."""
+    known = devices().get(profile.device)
     return Device(
         name=profile.device,
         memory_bytes=stated.memory_bytes or 0,
         peak_flops={profile.dtype: profile.peak_flops},
         memory_bytes_per_s=profile.memory_bytes_per_s,
         intra_bytes_per_s=profile.intra_bytes_per_s,
+        inter_bytes_per_s=known.inter_bytes_per_s if known is not None else None,
+        inter_source=known.inter_source if known is not None else "",
     )

@@ -251,7 +251,7 @@ def _speed(decision: Decision, chosen: Evaluated) -> list[str]:
         )
         lines += wrapped(text, 8)
     if profile.assumed_network:
-        text = f"        assumed: {profile.assumed_network}; state hardware.inter"
+        text = f"        assumed: {profile.assumed_network}; if yours differs, state hardware.inter"
         lines += wrapped(text, 8)
     return lines
 

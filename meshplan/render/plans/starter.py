@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Final
 
+from meshplan.layout.hardware import find_device, usual_link
 from meshplan.spec.json_schema import EDITOR_LINE
 
 
@@ -73,8 +74,10 @@ def starter_to_text(starter: Starter) -> str:
     model = f"{{config: {_quoted(starter.config or 'config.json')}}}"
     if starter.entry is not None:
         model = f"{{entry: {json.dumps(starter.entry)}}}"
-    inter = f"  inter: {_INTER:23}# of each GPU to other nodes; 400 Gb/s InfiniBand has 50GB/s\n"
     gpu = starter.gpu
+    link = usual_link(find_device(gpu)) if gpu else None
+    rate = f"{link.bytes_per_s / 1e9:g}GB/s" if link else _INTER
+    inter = f"  inter: {rate:23}# of each GPU to other nodes; 400 Gb/s InfiniBand has 50GB/s\n"
     size = f"memory: {starter.memory_bytes}"
     line = f"gpu: {gpu:25}# `meshplan gpus` lists the names" if gpu else size
     shape = ""

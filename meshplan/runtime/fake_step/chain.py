@@ -354,7 +354,7 @@ def _sent_of(done: OperatorWork, samples: int) -> Sent:
 
 
 def _sent(done: Sequence[OperatorWork], samples: int) -> Sent:
-    """Return the communication of tp: the number of collectives, and their bytes per sample.
+    """Return the communication of tp: the number of collectives, and their bytes.
 
     Args:
         done: Work of a microbatch with `samples` samples, and of one with `samples` + 1.
@@ -362,15 +362,18 @@ def _sent(done: Sequence[OperatorWork], samples: int) -> Sent:
     """
     one, two = done
 
-    def per_sample(name: str) -> float:
-        """Bytes of one sample; bytes that do not depend on the samples count in each of them."""
-        first, second = getattr(one, name), getattr(two, name)
+    def parts(first: float, second: float) -> tuple[float, float]:
+        """Return (bytes for one sample, bytes whatever the number of samples)."""
         slope = max(0.0, second - first)
-        return slope + max(0.0, float(first - samples * slope))
+        return slope, max(0.0, first - samples * slope)
 
+    all_reduce, all_reduce_once = parts(one.all_reduce_bytes, two.all_reduce_bytes)
+    gather, gather_once = parts(one.gather_bytes, two.gather_bytes)
     return Sent(
         all_reduces=max(0, round(one.all_reduces)),
-        all_reduce_bytes=per_sample("all_reduce_bytes"),
+        all_reduce_bytes=all_reduce,
+        all_reduce_once_bytes=all_reduce_once,
         gathers=max(0, round(one.gathers)),
-        gather_bytes=per_sample("gather_bytes"),
+        gather_bytes=gather,
+        gather_once_bytes=gather_once,
     )

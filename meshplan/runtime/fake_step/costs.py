@@ -1,8 +1,8 @@
 """Run microbatches of a model on fake tensors, and record what they allocate and compute.
 
-All microbatches run on one copy of the model; each has its own number of samples and its own
-recomputed blocks. No process group is needed, because the memory and communication of FSDP2 and DDP
-are added later, by rules.
+`watch` runs all microbatches on one copy of the model, each with its own number of samples and its
+own recomputed blocks. No process group is needed, because the memory and communication of FSDP2 and
+DDP are added later, by rules. `watch_rank` runs one microbatch as a rank of tp.
 """
 
 from __future__ import annotations

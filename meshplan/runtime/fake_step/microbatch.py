@@ -94,7 +94,7 @@ def trace_microbatch(
 
 
 class Observer:
-    """Makes what records a microbatch of a model that a plan was applied to.
+    """Records a microbatch: makes the memory tracker and the hooks of a model with a plan applied.
 
     Args:
         make_tracker: Makes the memory tracker from the fqn of every module that runs and the

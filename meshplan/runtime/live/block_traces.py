@@ -1,9 +1,9 @@
 """Traces of a live model's microbatches under one choice of tp, and what follows from them.
 
-Four microbatches are enough: with one and with two samples, each once without recomputation and
-once with every block recomputed. Block costs follow from the recorded operations. The memory of a
-microbatch with other samples and other recomputed blocks is composed from the recorded storages
-(`memory.repeat.compose`).
+Microbatches of two numbers of samples are traced, each once without recomputation and once with
+every block recomputed; of three, if the model runs other operators on one sample than on two. Block
+costs follow from the recorded operations. The memory of a microbatch with other samples and other
+recomputed blocks is composed from the recorded storages (`memory.repeat.compose`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BlockTraces:
 
     Attributes:
         plan: The plan under which microbatches are traced.
-        exact: Microbatches that were traced with their own samples and recomputed blocks, by both.
+        exact: Microbatches that were traced as they are, by (samples, recomputed blocks).
     """
 
     def __init__(

@@ -29,7 +29,7 @@ from meshplan.memory.replay.step import composed_log
 from meshplan.model.graph import ModelGraph
 from meshplan.model.rehearsal import Rehearse
 from meshplan.plan.plan import Plan, make_plan
-from meshplan.planner.problem.live_model import NO_TP, Priced, TpChoice
+from meshplan.planner.problem.live_model import Priced, TracedChoices
 from meshplan.planner.space.trials import with_axes
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.estimate.estimate import estimate_by_trace
@@ -75,8 +75,8 @@ class TracedModel:
         self._source = source
         self._device, self._limit_bytes = device, limit_bytes
         self._origin, self._report = origin, report
-        self._traces: dict[TpChoice, BlockTraces] = {}
-        self._why_not: dict[TpChoice, str] = {}
+        self._traces: dict[TracedChoices, BlockTraces] = {}
+        self._why_not: dict[TracedChoices, str] = {}
 
     # Interface of the planner
 
@@ -88,14 +88,14 @@ class TracedModel:
         stated = replace(self._spec, mesh=None)
         whys = ((*_unsearched(each), *_without_figures(each)) for each in (spec, stated))
         why = next((why for each in whys for why in each), "")
-        if why or not _spreads(spec, "tp"):
+        choices = TracedChoices.of(spec)
+        if why or choices.tp == 1:
             return why
-        tp = TpChoice.of(spec)
-        if tp not in self._why_not:
-            self._why_not[tp] = self._why_no_tp(tp)
-        return self._why_not[tp]
+        if choices not in self._why_not:
+            self._why_not[choices] = self._why_no_tp(spec)
+        return self._why_not[choices]
 
-    def _why_no_tp(self, tp: TpChoice) -> str:
+    def _why_no_tp(self, spec: Spec) -> str:
         """Return why plans with this tp cannot be searched; "" if they can."""
         if dist.is_initialized():
             return (
@@ -103,11 +103,11 @@ class TracedModel:
                 "meshplan plan searches tp before the job starts"
             )
         try:
-            traces = self.traces(tp)
-            groups = equal_ranks(traces.plan.assignment)
-            if any(traces.plan.mesh.index(ranks[0], ("tp",)) for ranks in groups):
-                return f"the ranks of tp {tp.size} hold shards of different sizes"
-            self.chain(tp)
+            traces = self.traces(spec)
+            mesh, groups = traces.plan.mesh, equal_ranks(traces.plan.assignment)
+            if any(mesh.index(ranks[0], ("tp",)) for ranks in groups):
+                return f"the ranks of tp {mesh.size('tp')} hold shards of different sizes"
+            self.chain(spec)
         except MeshplanError as error:
             return error.problems[0].what
         return ""
@@ -134,38 +134,48 @@ class TracedModel:
         """
         if not spec.reads_flow:
             return make_plan(spec, self._graph)
+        if isinstance(self._recorded, PlanError):
+            raise PlanError(self._recorded.problems)
         graph, rehearse = self._recorded
         return make_plan(spec, graph, rehearse=rehearse)
 
     @cached_property
-    def _recorded(self) -> tuple[ModelGraph, Rehearse]:
+    def _recorded(self) -> tuple[ModelGraph, Rehearse] | PlanError:
+        """The graph with the recorded forward, or why the forward cannot be recorded."""
         self._report(f"recording the forward of {type(self._model).__name__}")
-        return recorded(self._model, self._spec, self._origin)
+        try:
+            return recorded(self._model, self._spec, self._origin)
+        except PlanError as error:
+            return error
 
-    def chain(self, tp: TpChoice) -> Chain:
+    def chain(self, spec: Spec) -> Chain:
         """Return the costs of the blocks, and of the modules before and after them."""
-        return self.traces(tp).chain
+        return self.traces(spec).chain
 
-    def traces(self, tp: TpChoice) -> BlockTraces:
-        """Return the traces of microbatches under a choice of tp, which are made on first use."""
-        if tp not in self._traces:
+    def traces(self, spec: Spec) -> BlockTraces:
+        """Return the traces of microbatches under the `TracedChoices` of a spec.
+
+        They are made on first use.
+        """
+        choices = TracedChoices.of(spec)
+        if choices not in self._traces:
             axis = "dp_replicate" if self._spec.strategy == "ddp" else "dp_shard"
-            sizes = {axis: 2, "tp": tp.size} if tp.size > 1 else {axis: 2}
+            sizes = {axis: 2, "tp": choices.tp} if choices.tp > 1 else {axis: 2}
             trial = with_axes(
-                self._spec,
+                spec,
                 sizes,
-                sequence_parallel=tp.sequence_parallel,
-                loss_parallel=tp.loss_parallel,
+                sequence_parallel=choices.sequence_parallel,
+                loss_parallel=choices.loss_parallel,
             )
             trial = replace(trial, batch=replace(trial.batch, micro=MOST))
-            self._traces[tp] = BlockTraces(
+            self._traces[choices] = BlockTraces(
                 self._model,
                 self.decide(trial),
                 device=self._device,
                 origin=self._origin,
                 report=self._report,
             )
-        return self._traces[tp]
+        return self._traces[choices]
 
     def memory(self, plan: Plan, stop_above_bytes: float = float("inf")) -> MemoryEstimate:
         """Estimate every rank's memory, never below what the plan needs.
@@ -180,7 +190,7 @@ class TracedModel:
         """
         if problems := list(_clashes(plan)):
             raise PlanError(problems)
-        traces = self.traces(TpChoice.of(plan.spec))
+        traces = self.traces(plan.spec)
         least, most = traces.works(plan)
         # No trace of this plan is needed if the composed upper bound fits into
         # `stop_above_bytes`, or if even the composed lower bound does not.
@@ -198,7 +208,7 @@ class TracedModel:
         If a subprocess can build the model, `estimate_by_trace` makes the estimate, so that the
         planner and `meshplan estimate` report the same bytes.
         """
-        traced = self.traces(TpChoice.of(plan.spec)).traced_as_is(plan)
+        traced = self.traces(plan.spec).traced_as_is(plan)
         if self._source is not None:
             return estimate_by_trace(self._asked(plan.spec), self._report)
         return self._estimate(plan, traced, stop_above_bytes)
@@ -232,7 +242,7 @@ class TracedModel:
 
     def _assumed(self, plan: Plan) -> tuple[tuple[str, str], ...]:
         """Return the loop's assumptions, with the input shapes for one step of the plan."""
-        samples, loop = (plan.micro or 1) * plan.accumulate, self.traces(NO_TP).loop
+        samples, loop = (plan.micro or 1) * plan.accumulate, self.traces(plan.spec).loop
         parts = [
             f"{[samples, *t.shape[1:]]} {str(t.dtype)[6:]}" for _, t in tensors_in(loop.inputs)
         ]

@@ -6,6 +6,7 @@ it is asked with stand-ins in place of the tensors, so that nothing is gathered 
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from meshplan.errors import Problem, StateError
+from meshplan.errors import MissingStateError, Origin, Problem, SpecError, StateError
+from meshplan.files import read_bytes
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import own_module
 from meshplan.runtime.state.agree import agree
@@ -30,6 +32,12 @@ CONFIG: Final = "adapter_config.json"
 """The file by which a folder is known to have an adapter."""
 _DEFAULT: Final = "default"
 """The adapter whose files are in the folder itself; others have folders of their names."""
+_SCALES: Final = (
+    "peft_type", "lora_alpha", "use_rslora", "alpha_pattern", "use_dora", "r", "rank_pattern",
+)  # fmt: skip
+"""Settings of an adapter by which equal tensors compute something else."""
+_MOST_BYTES: Final = 1 << 20
+"""Largest size of an adapter's config."""
 
 
 def peft_model_of(model: nn.Module) -> Any:
@@ -61,8 +69,8 @@ def names_of_adapters(root: Any) -> dict[str, dict[str, str]]:
     for adapter in root.peft_config:
         saved = tensors_of(root, state_dict=dict(stand_ins), adapter_name=adapter)
         if made := [name for name, value in saved.items() if id(value) not in own]:
-            what = f"peft computes {made[0]} of adapter {adapter!r} when it saves, which shards "
-            what += "cannot be taken for"
+            what = f"peft computes {made[0]} of adapter {adapter!r} only while it saves, and it "
+            what += "cannot be computed from shards"
             fix = "save meshplan.full_state_dict(model), or a state by meshplan.save"
             raise StateError(Problem(what, fix=fix))
         out[adapter] = {name: own[id(value)] for name, value in saved.items()}
@@ -83,7 +91,8 @@ def save_adapters(model: nn.Module, root: Any, board: Board, target: Path) -> No
     """
 
     def begin(parts: list[Any]) -> list[str]:
-        check_empty(target)
+        for adapter in root.peft_config:
+            check_empty(folder_of(target, adapter))
         adapters = names_of_adapters(root)
         return sorted({name for names in adapters.values() for name in names.values()})
 
@@ -117,7 +126,8 @@ def load_adapters(
     def check() -> None:
         live = LiveState(model)
         for adapter, names in names_of_adapters(root).items():
-            folder = source if adapter == _DEFAULT else source / adapter
+            folder = folder_of(source, adapter)
+            _check_config(root.peft_config[adapter], folder)
             plain = {saved: plain_name(name) for saved, name in names.items()}
             found = with_names(read_pretrained(folder), _changed(plain))
             wanted = frozenset(plain.values())
@@ -133,6 +143,36 @@ def load_adapters(
     for loading in loadings:
         loading.warn()
     return tuple(name for loading in loadings for name in loading.skipped)
+
+
+def folder_of(path: Path, adapter: str) -> Path:
+    """Return the folder of an adapter in the folder that peft writes."""
+    return path if adapter == _DEFAULT else path / adapter
+
+
+def has_adapters(root: Any, path: Path) -> bool:
+    """Return True if a folder has files of one of a model's adapters."""
+    return any((folder_of(path, adapter) / CONFIG).exists() for adapter in root.peft_config)
+
+
+def _check_config(config: Any, folder: Path) -> None:
+    """Raise a StateError if the tensors of a folder mean something else in this model."""
+    path = folder / CONFIG
+    own = config.to_dict()
+    try:
+        saved = json.loads(read_bytes(path, _MOST_BYTES, "an adapter's config").decode("utf-8"))
+    except FileNotFoundError:
+        problem = Problem("this folder has no adapter", Origin(str(folder)))
+        raise MissingStateError(problem) from None
+    except (SpecError, ValueError, RecursionError) as error:
+        raise StateError(Problem(f"it cannot be read: {error}", Origin(str(path)))) from None
+    for key in _SCALES:
+        if isinstance(saved, Mapping) and key in saved and key in own:
+            now = getattr(own[key], "value", own[key])
+            if saved[key] != now:
+                what = f"{key} is {saved[key]!r}, but {now!r} in the model"
+                fix = "make the model with the config of this folder"
+                raise StateError(Problem(what, Origin(str(path)), fix))
 
 
 def _changed(names: Mapping[str, str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from meshplan.runtime.apply.wrap import own_module
 from meshplan.runtime.base.mesh import full
 from meshplan.runtime.comparisons.drift import check_drift
 from meshplan.runtime.state.adapters import (
-    CONFIG,
+    has_adapters,
     load_adapters,
     peft_model_of,
     save_adapters,
@@ -168,7 +168,7 @@ def load_pretrained(
     come_together("load_pretrained")
     finish_background()
     board, source = next_board(), folder_to_read(folder)
-    if (root := peft_model_of(model)) is not None and (source / CONFIG).exists():
+    if (root := peft_model_of(model)) is not None and has_adapters(root, source):
         return load_adapters(model, root, board, source, strict=strict)
     loading: list[Loading] = []
 
