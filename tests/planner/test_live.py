@@ -220,7 +220,9 @@ def test_a_plan_with_tp_that_is_chosen_is_the_stated_one(name, mesh, ask):
     assert not traced.traces(spec).exact
     stated = search_plan(asked.path, overrides(chosen.stated)).chosen
     assert stated is not None
-    assert chosen.seconds == pytest.approx(stated.seconds, rel=1e-9)
+    # Work that does not grow with the samples, such as T5's position bias, is told apart by
+    # extrapolation in the one, and counted as part of the samples' in the other.
+    assert chosen.seconds == pytest.approx(stated.seconds, rel=1e-6)
     peaks = [(g.ranks, g.peak) for g in stated.memory.groups]
     assert [(g.ranks, g.peak) for g in composed.groups] == peaks
     assert chosen.memory.worst.band[1] <= decision.limit_bytes
