@@ -38,6 +38,7 @@ from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.held_bytes import live_bytes
 from tests.bench import wild_cell, zoo_cell
 from tests.bench import zoo_models as zoo
+from tests.bench.zoo_cell import Cell
 from tests.helpers.pool import Pool, PoolError
 
 TOLERANCE: Final = 1e-6
@@ -80,16 +81,6 @@ CASES: Final = (
     "vit/lora", "llava/tower", "whisper/tower", "clip/dora", "deepseek_v3/lora", "qwen2/tower",
 )  # fmt: skip
 """architecture/kind; the first three are those of the test suite."""
-
-
-class Cell(NamedTuple):
-    """What became of one cell."""
-
-    name: str
-    layout: str
-    outcome: str
-    difference: float = 0.0
-    why: str = ""
 
 
 class Int8Linear(nn.Module):

@@ -23,6 +23,7 @@ from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.objectives.fastest import decide, fastest_of
 from meshplan.planner.problem.decision import Decision, PlanRequest
+from meshplan.planner.problem.live_model import TracedChoices
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate
 from meshplan.render.plans.sizing import cost_to_json, cost_to_text
@@ -30,6 +31,7 @@ from meshplan.runtime.fake_step.costs import Ask, watch
 from meshplan.runtime.live.block_traces import BlockTraces
 from meshplan.runtime.live.planned import request_of_entry
 from meshplan.runtime.live.traced import TracedModel
+from meshplan.spec.reader import load_spec
 from tests.helpers import planned
 
 
@@ -191,6 +193,25 @@ def runs_as_one(pool: Any, name: str, chosen: Mapping[str, Any]) -> None:
     for apart, state in pool(4).run(planned.trained, name, stated):
         assert max(apart) <= 1e-6
         assert state <= 1e-6
+
+
+def test_traces_are_kept_by_all_that_blocks_depend_on():
+    """Another plan file that the same model is asked about is not answered from the first one's."""
+    base = {"version": 1, "mesh": {"tp": 2, "dp_shard": 2}, "precision": "bf16-mixed"}
+    place = [{"match": "blocks.*.up", "place": {"tp": "colwise"}}]
+    again = [{"match": "blocks.*", "activation_checkpointing": "full"}]
+
+    def of(**more: Any) -> TracedChoices:
+        return TracedChoices.of(load_spec(base | more))
+
+    for more in (
+        {"tp_plan": "hf"}, {"precision": "32-true"}, {"sequence_parallel": True},
+        {"rules": place}, {"loss_chunks": 4}, {"mesh": {"tp": 4}},
+    ):  # fmt: skip
+        assert of(**more) != of(), more
+    for more in ({"tp_plan": "auto"}, {"strategy": "zero2"}, {"rules": again}):
+        assert of(**more) == of(), more
+    assert of(mesh={"dp_shard": 4}, tp_plan="hf").tp == of(mesh="auto").tp == 1
 
 
 TP = pytest.mark.parametrize(

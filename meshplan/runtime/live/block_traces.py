@@ -1,4 +1,4 @@
-"""Traces of a live model's microbatches under one choice of tp, and what follows from them.
+"""Traces of a live model's microbatches under one `TracedChoices`, and what follows from them.
 
 Microbatches of two numbers of samples are traced, each once without recomputation and once with
 every block recomputed; of three, if the model runs other operators on one sample than on two. Block

@@ -40,7 +40,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     transformers and any other reader of safetensors takes them. Tensors are gathered one after the
     other, and each rank writes a part of them: no rank ever holds the whole model.
 
-    Of a model of peft it writes the adapters and their configuration alone, as peft does, for
+    Adapters and their configuration alone are written of a model of peft, as peft does it, for
     `PeftModel.from_pretrained`. They are gathered on rank 0.
 
     Args:
