@@ -17,6 +17,7 @@ import gc
 import multiprocessing.context
 import os
 import pickle
+import random
 import signal
 import tempfile
 import threading
@@ -116,7 +117,7 @@ class Pool:
 
         Args:
             function: A module-level function of an importable module. `torch.distributed` is
-                initialised, the random seed is 0, there is one thread.
+                initialised, torch's random seed is 0, there is one thread.
             timeout: Seconds until ranks that have not answered are killed.
 
         Returns:
@@ -272,6 +273,7 @@ def _do(job: bytes) -> Any:
 
     gc.collect()  # wrapped models are full of cycles: the last job's would stay until now
     torch.manual_seed(0)
+    random.seed()  # anew from the system on every rank, also after a job that seeded it
     function, args, kwargs = pickle.loads(job)
     return function(*args, **kwargs)
 
