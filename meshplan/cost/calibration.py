@@ -53,7 +53,7 @@ class Sample:
             rank).
         seconds: Seconds of one execution.
         hops: Ranks that a collective passes on the way; 0 for anything but a collective.
-        spread: Relative difference between the seconds in even rounds and in odd rounds.
+        spread: Relative uncertainty of `seconds`, from the difference of even and odd rounds.
     """
 
     amount: float

@@ -8,7 +8,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,11 @@ from meshplan.layout.hardware import Device, find_device
 from meshplan.runtime.base.mesh import gather_into, ranks_per_node, scatter_sum
 
 ROUNDS: Final = 30
-"""Most timed rounds. Each round runs every operation."""
+"""Most rounds that are timed at a time. Each round runs every operation."""
+_SETTLED: Final = 0.05
+"""Uncertainty (`Sample.spread`) at which no more rounds of collectives between CPUs are run. Their
+times vary by half, since the threads that send compete with the ranks for cores: the median of
+`ROUNDS` is not certain to a tenth."""
 _BURST_S: Final = 0.01
 """Seconds for which an accelerator repeats an operation without a pause. A lone kernel also takes
 the time of its launch, and runs at clock rates that a training step does not keep up."""
@@ -64,11 +68,12 @@ class _TimedWork:
 def measure(*, large: bool | None = None) -> Timings:
     """Time this machine and, in a process group of several ranks, its collectives.
 
-    Each of up to `ROUNDS` rounds runs every operation, and operations of different kinds take
+    Each round runs every operation, and operations of different kinds take
     turns, so that a disturbance, such as another process, does not hit all runs of one. On a CPU
-    the shortest time of an operation counts, because a disturbance only lengthens runs. An
-    accelerator repeats each operation for `_BURST_S`, and the median counts: under load its clock
-    rate goes up and down, as it does in training.
+    the shortest time of an operation counts, because a disturbance only lengthens runs. The median
+    counts for collectives, which always compete with the ranks for cores, and for an accelerator,
+    which repeats each operation for `_BURST_S`: under load its clock rate goes up and down, as it
+    does in training.
 
     Args:
         large: If True, use tensor sizes typical of training; if False, smaller ones. None means
@@ -89,7 +94,7 @@ def measure(*, large: bool | None = None) -> Timings:
             "attention": list(_attention(device, dtype, is_large)),
             "moves": list(_moves(device, is_large)),
         }
-        halves = _timed(device, list(_by_turns(works.values())))
+        seconds = _timed(device, list(_by_turns(works.values())))
         idle = {
             "launch": [_launches(device, within)],
             "copies": list(_copies(device)) if device.type == "cuda" else [],
@@ -97,9 +102,15 @@ def measure(*, large: bool | None = None) -> Timings:
             "reductions": list(_collectives(device, is_large, within or across, reduces=True)),
             "crossings": list(_collectives(device, is_large, across)),
         }
-        halves |= _timed(device, list(_by_turns(idle.values())))
+        turns = list(_by_turns(idle.values()))
+        seconds |= _timed(device, turns)
+        links = [work for work in turns if work.hops]
+        # What links took is the same on all ranks, so that all of them run another round or none.
+        while device.type == "cpu" and _are_unsettled(links, seconds):
+            for key, more in _timed(device, turns).items():
+                seconds[key] += more
     samples = {
-        name: tuple(_sample(work, halves[id(work)]) for work in group)
+        name: tuple(_sample(work, seconds[id(work)], device) for work in group)
         for name, group in (works | idle).items()
     }
     (launch,) = samples.pop("launch")
@@ -137,10 +148,14 @@ def together() -> Iterator[bool]:
         dist.destroy_process_group()
 
 
-def _sample(work: _TimedWork, halves: tuple[float, float]) -> Sample:
-    """Return the `Sample` of an operation from its seconds in even and in odd rounds."""
-    least = min(halves)
-    return Sample(work.amount, least, work.hops, max(halves) / least - 1)
+def _sample(work: _TimedWork, seconds: Sequence[float], device: torch.device) -> Sample:
+    """Return the `Sample` of an operation from the seconds that it took in each round."""
+    if device.type == "cpu" and not work.hops:
+        even, odd = min(seconds[::2]), min(seconds[1::2])
+        return Sample(work.amount, min(even, odd), work.hops, abs(even / odd - 1))
+    even, odd = statistics.median(seconds[::2]), statistics.median(seconds[1::2])
+    # The median of all rounds is twice as certain as the difference between two halves of them.
+    return Sample(work.amount, statistics.median(seconds), work.hops, abs(even / odd - 1) / 2)
 
 
 def _by_turns(groups: Iterable[Sequence[_TimedWork]]) -> Iterator[_TimedWork]:
@@ -149,8 +164,15 @@ def _by_turns(groups: Iterable[Sequence[_TimedWork]]) -> Iterator[_TimedWork]:
         yield from (work for work in works if work is not None)
 
 
-def _timed(device: torch.device, works: Sequence[_TimedWork]) -> dict[int, tuple[float, float]]:
-    """Return (seconds of one execution in even rounds, in odd rounds) by `id` of the operation."""
+def _are_unsettled(links: Sequence[_TimedWork], seconds: Mapping[int, Sequence[float]]) -> bool:
+    """Return True if more rounds can make the times of collectives between CPUs more certain."""
+    spreads = [_sample(work, seconds[id(work)], torch.device("cpu")).spread for work in links]
+    took = sum(sum(seconds[id(work)]) for work in links)
+    return took < _MOST_S and any(spread > _SETTLED for spread in spreads)
+
+
+def _timed(device: torch.device, works: Sequence[_TimedWork]) -> dict[int, list[float]]:
+    """Return the seconds of one execution in each round, by `id` of the operation."""
     is_cpu = device.type == "cpu"
     # The first run also loads libraries and chooses kernels.
     once = [min(_seconds(device, work, 1) for _ in range(2)) for work in works]
@@ -171,10 +193,8 @@ def _timed(device: torch.device, works: Sequence[_TimedWork]) -> dict[int, tuple
             [worst if work.hops else own for work, worst, own in zip(works, *both, strict=True)]
             for both in zip(_slowest(device, rounds), rounds, strict=True)
         ]
-    typical = min if is_cpu else statistics.median
     return {
-        id(work): (typical(seconds[::2]), typical(seconds[1::2] or seconds))
-        for work, *seconds in zip(works, *rounds, strict=True)
+        id(work): list(each) for work, each in zip(works, zip(*rounds, strict=True), strict=True)
     }
 
 
@@ -301,7 +321,7 @@ class _SmallBlock(nn.Module):
 
 def _products(device: torch.device, dtype: torch.dtype, is_large: bool) -> Iterator[_TimedWork]:
     """Yield matrix products; `amount` is their floating-point operations."""
-    sizes = (2048, 4096, 8192) if is_large else (512, 768, 1024)
+    sizes = (2048, 4096, 8192) if is_large else (128, 512, 1024)
     for m in sizes:
         for n in sizes:
             a = torch.randn(m, sizes[1], device=device, dtype=dtype)

@@ -202,10 +202,40 @@ def test_an_accelerator_runs_bursts_and_a_whole_training_step(monkeypatch):
 
     short, long = work("short", 0.001), work("long", 0.04)
     found = calibrate._timed(Device(), [short, long])
-    assert found[id(short)] == (pytest.approx(0.001), pytest.approx(0.001))
-    assert found[id(long)] == (pytest.approx(0.04), pytest.approx(0.04))
+    assert found[id(short)] == pytest.approx([0.001] * 4)
+    assert found[id(long)] == pytest.approx([0.04] * 4)
     warm = ["short"] * 2 + ["long"] * 2
     assert runs == warm + (["short"] * 10 + ["long"]) * 4
+
+
+def test_a_sample_is_as_certain_as_its_rounds():
+    """Of products on a CPU the shortest counts, of collectives and on accelerators the median."""
+    import torch
+
+    from meshplan.runtime.calibrate import _sample, _TimedWork
+
+    seconds = [1.0, 3.0, 1.2, 2.0, 5.0, 2.5]  # Even rounds: 1, 1.2, 5; odd ones: 3, 2, 2.5.
+    product, gather = _TimedWork(8.0, list), _TimedWork(8.0, list, hops=3)
+    assert _sample(product, seconds, torch.device("cpu")) == Sample(8.0, 1.0, 0, 0.5)
+    found = _sample(gather, seconds, torch.device("cpu"))
+    assert found == Sample(8.0, 2.25, 3, pytest.approx(abs(1.2 / 2.5 - 1) / 2))
+    assert _sample(product, seconds, torch.device("meta")).seconds == found.seconds
+
+
+def test_collectives_are_timed_until_they_are_certain(monkeypatch):
+    """Rounds go on while one is uncertain, and at most for `_MOST_S`."""
+    from meshplan.runtime import calibrate
+
+    gather, scatter = (calibrate._TimedWork(1.0, list, hops=1) for _ in range(2))
+    steady, uneven = [1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 1.0, 2.0]
+    monkeypatch.setattr(calibrate, "_MOST_S", 20.0)
+    for first, second, goes_on in (
+        (steady, steady, False), (steady, uneven, True), (uneven, steady, True),
+        (steady * 4, uneven, False),
+    ):  # fmt: skip
+        seconds = {id(gather): first, id(scatter): second}
+        assert calibrate._are_unsettled([gather, scatter], seconds) == goes_on
+    assert not calibrate._are_unsettled([], {})
 
 
 def test_operations_take_turns_by_kind():
