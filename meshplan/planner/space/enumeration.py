@@ -16,6 +16,7 @@ from meshplan.planner.space.space import Freedom, divisors
 
 _DDP, _ZERO1, _SHARD = range(len(MODES))
 _MOST_MICRO: Final = 64
+_FEW_STAGES: Final = (2, 3, 4)
 _HALVED: Final = frozenset(
     place for place, word in enumerate(SCHEDULE_WORDS) if word and SCHEDULES[word].splits_backward
 )
@@ -110,10 +111,11 @@ def _steps(free: Freedom, sizes: tuple[int, ...], mode: int) -> Iterator[tuple[i
 
 
 def _virtual(free: Freedom, schedule: str, pp: int, microbatches: int) -> Iterator[int]:
-    """Yield the numbers of stages per rank that divide a rank's blocks about evenly.
+    """Yield the numbers of stages per rank: a few, and more that divide a rank's blocks evenly.
 
-    With fewer microbatches than ranks, schedules with several stages per rank yield nothing: some
-    ranks would only wait.
+    A few are worth their while without dividing the blocks, because the first and the last stage
+    have fewer blocks anyway. With fewer microbatches than ranks, schedules with several stages per
+    rank yield nothing: some ranks would only wait.
 
     Args:
         free: The space.
@@ -126,7 +128,8 @@ def _virtual(free: Freedom, schedule: str, pp: int, microbatches: int) -> Iterat
         yield row.virtual
     elif microbatches >= pp and not row.problem(pp, microbatches):
         few, more = free.num_blocks // pp, -(-free.num_blocks // pp)
-        every = {*divisors(few), *divisors(more)} if free.virtual is None else {free.virtual}
+        all_ = {*_FEW_STAGES, *divisors(few), *divisors(more)}
+        every = all_ if free.virtual is None else {free.virtual}
         yield from (v for v in sorted(every) if v > 1 and v * pp <= free.num_blocks)
 
 
