@@ -315,6 +315,12 @@ def compare_run(
     decided = checking.decide(source, noted=report)
     if run.plan != decided.digest():
         report("the run was of another plan, or of a module of which the config is no exact copy")
+    is_as_planned = run.accumulate in (None, decided.accumulate)
+    if not is_as_planned:
+        assert run.accumulate is not None
+        each = f"{run.accumulate} parts in each step, and the plan {decided.accumulate}"
+        report(f"the run accumulated {each}: seconds are predicted for {run.accumulate}")
+        decided = replace(decided, accumulate=run.accumulate)
     device, _, _ = read_limit(source.gpu, source.memory, decided.spec)
     memory: MemoryEstimate | MeshplanError
     try:
@@ -322,7 +328,7 @@ def compare_run(
     except MeshplanError as error:
         memory = error
     known = None
-    if not decided.graph.config:
+    if not decided.graph.config and is_as_planned:
         with suppress(PlanError, SpecError):  # The comparison says that the seconds are unknown.
             known = figures_of(search_plan(source, report=report), decided).get("step_s")
     named = source.profile or profile_of_lock(decided.spec.source, decided.spec)

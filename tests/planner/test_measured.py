@@ -97,6 +97,22 @@ def test_a_run_as_predicted_agrees(compare):
     assert found["mfu"] == pytest.approx(0.4)
 
 
+def test_a_run_that_accumulated_more_is_held_against_steps_of_that_many(job, compare):
+    """A schedule of epochs has other numbers than the plan, whose own step is shorter."""
+    longer = costed(job(LLAMA, **WHOLE | {"batch": WHOLE["batch"] | {"accumulate": 6}}))
+
+    def change(content):
+        content.update(accumulate=6, phases_s={"data": 0.5, **longer.phases})
+        content["modules"][0]["forward_s"] = blocks_s(longer)
+
+    _, found = compare(change)
+    errors = {each["what"]: each["error"] for each in found["figures"]}
+    for what in ("a step, without its data", "forward", "optimizer", "forward of model.layers.*"):
+        assert errors[what] == pytest.approx(0, abs=1e-9), what
+    _, found = compare(lambda content: content.update(accumulate=2))
+    assert found["agrees"]
+
+
 def test_a_run_on_another_device_has_no_share_of_the_plans(compare):
     _, found = compare(lambda content: content.update(device="NVIDIA A100-SXM4-80GB"))
     assert found["mfu"] is None

@@ -60,6 +60,8 @@ class MeasuredRun:
             None where they were not counted.
         modules: {modules of rank 0 whose fqns differ in numbers only, with * for the numbers:
             seconds of their forwards in one step}, the slowest first.
+        accumulate: Parts that the samples of a rank were cut into, in each of the steps to which
+            the figures belong; None where no step was taken.
     """
 
     file: str
@@ -73,6 +75,7 @@ class MeasuredRun:
     routes: Mapping[tuple[str, tuple[str, ...]], int]
     flops: float | None
     modules: Mapping[str, float]
+    accumulate: int | None = None
 
 
 @shown
@@ -184,6 +187,7 @@ def read_run(path: str | os.PathLike[str]) -> MeasuredRun:
             routes=_routes(content["collectives"]),
             flops=_number(content.get("flops")),
             modules={str(m["name"]): float(m["forward_s"]) for m in content.get("modules") or ()},
+            accumulate=None if (count := content.get("accumulate")) is None else int(count),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"this is no run.json of {FORMAT}: {type(error).__name__}: {error}"

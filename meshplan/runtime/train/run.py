@@ -108,6 +108,10 @@ class Run:
         self._modules: list[dict[str, Any]] | None = None
         self._watched: set[int] = set()
         """Steps that took longer because something was counted or timed in them."""
+        self._accumulates = array("q")
+        """Parts that the samples of a rank were cut into, of each step."""
+        self._counted: int | None = None
+        """These parts of the step whose FLOPs and collectives were counted."""
         with guarded("Run"):
             if is_main():
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -144,6 +148,7 @@ class Run:
         with self._clock.taking_step(), self._watching():
             loss = take_step()
         self.step += 1
+        self._accumulates.append(applied(self._model).plan.accumulate)
         seconds, phases = self._clock.read()
         self._last, self._loss = StepRecord(self.step, loss, seconds, phases), loss
         return loss
@@ -169,6 +174,7 @@ class Run:
             ):
                 yield
             self._routes, self._flops = found, flops
+            self._counted = applied(self._model).plan.accumulate
         elif self._modules is None and number >= (self._profile_step or math.inf):
             self._watched.add(self.step + 1)
             times = ModuleTimes(self._clock.now, self._clock.seconds)
@@ -209,10 +215,12 @@ class Run:
     def _summary(self, failure: str) -> dict[str, Any]:
         every_step = np.frombuffer(self._timings).reshape(-1, 1 + len(NAMES))
         num = len(every_step)
-        first = WARM_UP if num > WARM_UP else min(1, max(0, num - 1))
-        unwatched = [i for i in range(num) if self._first + i not in self._watched]
-        plain = [i for i in unwatched if i >= first] or unwatched
-        timed = every_step[plain] if plain else every_step[first:]
+        accumulate = self._counted or (self._accumulates[-1] if num else None)
+        alike = [i for i in range(num) if self._accumulates[i] == accumulate]
+        unwatched = [i for i in alike if self._first + i not in self._watched]
+        # The first steps are slower; they count if there are no others.
+        settled = ([i for i in unwatched if i >= first] for first in (WARM_UP, 1, 0))
+        timed = every_step[next(filter(None, settled), alike)]
         medians = np.median(timed, axis=0).tolist() if num else []
         flops = self._flops
         phases = dict(zip(NAMES, medians[1:], strict=False))
@@ -231,6 +239,7 @@ class Run:
             "ranks": dist.get_world_size(),
             "failure": failure,
             "steps": {"first": self._first, "last": self.step, "timed": len(timed)},
+            "accumulate": accumulate,
             "loss": self._loss,
             "step_s": medians[0] if medians else None,
             "phases_s": phases,

@@ -31,6 +31,7 @@ from tests.helpers.stated import (
     next_token_loss,
     plan_of,
 )
+from tests.runtime.train.test_dataloader import Tokens, wrapped
 
 
 class Counts(meshplan.Callback):
@@ -105,6 +106,30 @@ def watched(layout, folder, **fields):
     with meshplan.Run(folder, job.model, profile_step=3) as run:
         job.train(6)
     return run._flops.model_flops, run._flops.recomputed_flops, run._modules
+
+
+def accumulating(folder):
+    """Train 2 epochs of 6 steps, of two microbatches each and then of one; the last is slower."""
+    model, found = wrapped("one", batch={"accumulate": 2}), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = meshplan.dataloader(Tokens(48), model, batch_size=8, accumulate={0: 2, 1: 1})
+    with meshplan.Run(folder, model, profile_step=None) as run:
+        for epoch in range(2):
+            for inputs, targets in loader:
+                if len(found) == 12:
+                    break
+                time.sleep(0.2 * epoch)
+                loss = meshplan.train_step(model, optimizer, inputs, targets, next_token_loss)
+                found.append(loss)
+        return run.close()
+
+
+def test_figures_belong_to_steps_of_one_number_of_microbatches(pool, tmp_path):
+    """FLOPs of a step of two microbatches stood beside the seconds of one with a single one."""
+    (summary,) = pool(1).run(accumulating, tmp_path)
+    assert summary["steps"] == {"first": 1, "last": 12, "timed": 4}  # Of 6, without two.
+    assert summary["accumulate"] == 2
+    assert summary["phases_s"]["data"] < 0.2
 
 
 TOKENS = BATCH * SEQ_LEN
