@@ -8,7 +8,7 @@ reduced and clipped, and what a checkpoint consists of follows from the plan.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -17,8 +17,10 @@ from torch import nn
 
 from meshplan.errors import ApplyError, MissingStateError, Origin, PlanError, Problem
 from meshplan.interop.external_step import ExternalStep
+from meshplan.interop.trainer_loss import LastStage, change_rows, shifting_as, without_gathering
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.runtime.apply.loss.loss_weights import IGNORED
+from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import applied, own_module
 from meshplan.runtime.parallelize import PlanLike, parallelize, spec_of
 from meshplan.runtime.state.load import load
@@ -77,6 +79,10 @@ class _Planned:
     processing_class: Any
     create_optimizer: Callable[[], Any]
     create_scheduler: Callable[..., Any]
+    label_smoother: Any
+    compute_loss_func: Any
+    model_accepts_loss_kwargs: bool
+    _prepare_inputs: Callable[[Any], Any]
     current_gradient_accumulation_steps: int
 
     def __init__(
@@ -114,10 +120,15 @@ class _Planned:
     def _planned(self) -> nn.Module:
         """Return the parallelized model; apply the plan when it is needed first."""
         if self._step is None:
+            self.label_smoother = shifting_as(self.model, self.label_smoother)
             wrapped = parallelize(self.model, self._plan, example_inputs=self._example_inputs)
             self._check(wrapped)
             self._step = ExternalStep(wrapped)
-            self.model, self.model_wrapped = own_module(wrapped), wrapped
+            # Of a pipeline the whole model without values: it has the config and the forward.
+            whole = (
+                wrapped.skeleton if isinstance(wrapped, PipelinedModule) else own_module(wrapped)
+            )
+            self.model, self.model_wrapped = whole, wrapped
             if hasattr(self, "_tp_size"):
                 self._tp_size = self.get_tp_size()  # By which TRL divides its count of tokens.
         wrapped = self._step.model
@@ -134,9 +145,9 @@ class _Planned:
         def refuse(what: str, key: str, fix: str) -> None:
             problems.append(Problem(what, spec.origin(key), fix))
 
-        if plan.assignment.stages is not None:
-            refuse("the Trainer calls backward itself, but a pipeline runs its own", "mesh.pp",
-                   "use a plan without pp, or a loop around meshplan.train_step")  # fmt: skip
+        if plan.assignment.stages is not None and getattr(args, "predict_with_generate", False):
+            refuse("predict_with_generate=True was given, but a pipeline cannot generate",
+                   "mesh.pp", "leave it out, or use a plan without pp")  # fmt: skip
         if plan.assignment.context is not None:
             refuse("the Trainer counts tokens of whole sequences, which cp cuts", "mesh.cp",
                    "use a plan without cp, or a loop around meshplan.train_step")  # fmt: skip
@@ -184,7 +195,11 @@ class _Planned:
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume: Any) -> Any:
         wrapped = self._planned()
         self.optimizer = self.lr_scheduler = None
+        whole = self.model
+        if isinstance(wrapped, PipelinedModule):
+            self.model = wrapped  # Whose parameters are those of this rank's stages.
         self.create_optimizer()
+        self.model = whole
         self.create_scheduler(num_training_steps=max_steps)
         if resume is not None:
             folder = os.path.join(resume, _STATE)
@@ -198,6 +213,14 @@ class _Planned:
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
         return wrapped, train_dataloader
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Return the parameters that weight decay applies to, by the kinds of their modules."""
+        if not isinstance(model, PipelinedModule):
+            return super().get_decay_parameter_names(model)  # type: ignore[misc]
+        names = set(super().get_decay_parameter_names(model.skeleton))  # type: ignore[misc]
+        # The copy that another stage has of a tied weight is the same weight.
+        return [name for name, _ in model.named_parameters() if name.split("@")[0] in names]
 
     # Data.
 
@@ -250,9 +273,64 @@ class _Planned:
         with guarded("training_step"):
             with step.microbatch(self.current_gradient_accumulation_steps, is_last=is_last):
                 step.begin(dict(inputs))
+                if isinstance(model, PipelinedModule):
+                    return self._pipeline_step(model, inputs, num_items_in_batch, is_last=is_last)
                 loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
                 step.count()
             return loss
+
+    def _pipeline_step(
+        self, model: PipelinedModule, inputs: Any, num_items: Any, *, is_last: bool
+    ) -> torch.Tensor:
+        """Run forward and backward of a microbatch through all stages; return its loss.
+
+        `compute_loss` runs on the last stage, once for each part of the microbatch. The model that
+        it calls there returns what the last stage computed.
+        """
+        step, count = self._step, self.current_gradient_accumulation_steps
+        assert step is not None
+        model.train()
+        if callable(into_training := getattr(self.optimizer, "train", None)):
+            into_training()
+        inputs = dict(self._prepare_inputs(inputs))
+        # Trainer.compute_loss takes the labels away from a model whose loss is not used.
+        is_own = self.label_smoother is not None or self.compute_loss_func is not None
+        given = {k: v for k, v in inputs.items() if not (is_own and k == "labels")}
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if is_scaled is None:
+            accepts = self.model_accepts_loss_kwargs and num_items is not None
+            is_scaled = accepts or self.compute_loss_func is not None
+        parts = model.pipeline.microbatches
+        whole = self._count_labels(inputs)
+
+        def take(output: Any, part: Any) -> torch.Tensor:
+            counted = self._count_labels(part)
+            answer = LastStage(model, output, counted)
+            loss = self.compute_loss(answer, dict(part), num_items_in_batch=num_items)
+            if is_scaled:
+                return loss * parts * count  # It is a sum already, of which means would be taken.
+            if self._means_samples or counted is None or whole is None or int(whole) == 0:
+                return loss
+            return loss * (counted / whole * parts)
+
+        with without_gathering(self.accelerator):
+            loss = step.run_pipeline(given, inputs, take, count, is_last=is_last)
+        step.release()
+        return loss / count
+
+    @property
+    def _means_samples(self) -> bool:
+        """True if a loss of the user's own is a mean over the samples of a batch, as he states."""
+        return getattr(self, "loss_is_scaled_for_ga", None) is False
+
+    def _count_labels(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+        """Return the number of labels that count, as the Trainer counts; None if not all do."""
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not labels.dim():
+            return None
+        if getattr(self, "_loss_shifts_labels", False) and "shift_labels" not in inputs:
+            labels = labels[..., 1:]
+        return (labels != IGNORED).sum()
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         assert self._step is not None
@@ -285,31 +363,35 @@ class _Planned:
 
         The samples that fill up the last batch are repeated ones. They do not count.
         """
-        ranks, index = self._ranks()
-        labels = inputs.get("labels")
-        is_counted = isinstance(labels, torch.Tensor) and not labels.is_floating_point()
-        left = self._rest()
+        _, index = self._ranks()
+        labels, left = inputs.get("labels"), self._rest()
         if left is not None and getattr(self, "padding_free", False):
             what = "the last batch of the evaluation is filled up, and padding_free has its samples"
             what += " in one row, so they cannot be told from those that fill it"
             fix = "choose per_device_eval_batch_size so that all ranks together divide the samples"
             raise ApplyError(Problem(what, fix=fix))
-        if is_counted and left is not None:
-            labels = labels.clone()
-            labels[max(0, left - index * len(labels)) :] = IGNORED
-            inputs = {**inputs, "labels": labels}
+        from accelerate.utils import find_batch_size
+
+        size = find_batch_size(inputs) or 0
+        own = size if left is None else min(size, max(0, left - index * size))
+        if own:
+            inputs = change_rows(inputs, size, lambda rows: rows[:own])
+        elif isinstance(labels, torch.Tensor) and not labels.is_floating_point():
+            inputs = {**inputs, "labels": torch.full_like(labels, IGNORED)}
+        counted = self._count_labels(inputs)
         self._is_counted = False
         with guarded("prediction_step"):
             loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-            if loss is None or not is_counted or ranks == 1:
-                return (loss, *rest)
+            if 0 < own < size:  # All ranks must gather as many.
+                rest = change_rows(rest, own, lambda rows: rows[[*range(own), *[0] * (size - own)]])
+            if loss is None or counted is None or self._means_samples:
+                return (loss, *rest)  # Which the Trainer weights by samples.
             if self._is_counted:
                 # The Trainer has divided by the tokens of all ranks, and multiplied by the ranks.
                 # Subclasses that evaluate by themselves, such as TRL's, may take this rank's mean.
                 loss = reduce(loss, "mean", self._planned())
             else:
-                shifts = getattr(self, "_loss_shifts_labels", False)
-                count = ((labels[..., 1:] if shifts else labels) != IGNORED).sum().double()
+                count = counted.double()
                 total = torch.where(count > 0, loss.double() * count, torch.zeros_like(count))
                 both = reduce(torch.stack((total, count)), "sum", self._planned())
                 loss = (both[0] / both[1]).to(loss.dtype)

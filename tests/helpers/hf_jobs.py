@@ -12,7 +12,15 @@ from typing import Any, Final
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 import meshplan
 from tests.helpers.lit import launched
@@ -37,7 +45,7 @@ def model() -> LlamaForCausalLM:
 
 
 class Texts(Dataset[Any]):
-    """Sequences with other numbers of tokens that count."""
+    """Sequences with other numbers of tokens that count, of some none."""
 
     def __init__(self, num: int) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -48,7 +56,7 @@ class Texts(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         labels = self.tokens[index].clone()
-        labels[: index * 5 % 9] = -100
+        labels[: index * 5 % 9 if index % 3 else None] = -100
         return {"input_ids": self.tokens[index], "labels": labels}
 
 
@@ -65,7 +73,80 @@ class Norms(TrainerCallback):
             self.norms.append(float(logs["grad_norm"]))
 
 
-def _run(name: str, folder: str, resume: bool, epochs: int, **more: Any) -> dict[str, Any]:
+def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A `compute_loss_func`: squared probabilities of the next tokens, over those that count."""
+    own = outputs.logits[:, :-1].softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]
+    is_counted = labels[:, 1:] != -100
+    divisor = is_counted.sum() if num_items_in_batch is None else num_items_in_batch
+    return -(own.square() * is_counted).sum() / divisor
+
+
+class Weighted(Trainer):  # type: ignore[misc]
+    """A loss of its own, a mean over samples, as the documentation of the Trainer shows one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.loss_is_scaled_for_ga = False
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        found = outputs.get("logits").float()[:, -1]
+        loss = torch.nn.functional.mse_loss(found[:, 0], labels[:, -1].float().clamp(min=0))
+        return (loss, outputs) if return_outputs else loss
+
+
+class Gathering(Trainer):  # type: ignore[misc]
+    """Keeps what all ranks have found, in its loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, **kwargs)
+        self.seen = self.accelerator.gather_for_metrics(outputs.logits)
+        return loss
+
+
+class Pictures(Dataset[Any]):
+    """Pictures of one of 5 classes."""
+
+    def __len__(self) -> int:
+        return 6 * MICRO
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        return {"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": index % 5}
+
+
+def classifier() -> Any:
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        image_size=8, patch_size=4, num_labels=5,
+    )  # fmt: skip
+    return ViTForImageClassification(config)
+
+
+LOSSES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "model": {},
+    "function": {"compute_loss_func": summed},
+    "smoothing": {"label_smoothing_factor": 0.1},
+    "own": {"base": Weighted},
+    "gathering": {"base": Gathering},
+    "pictures": {"model": classifier, "data": Pictures},
+}
+"""How the loss is computed: arguments of the Trainer, or of TrainingArguments."""
+
+
+def _run(
+    name: str, folder: str, resume: bool, epochs: int, how: str = "model", **more: Any
+) -> dict[str, Any]:
+    given = dict(LOSSES[how])
+    smoothing = given.pop("label_smoothing_factor", 0.0)
+    base, made_model = given.pop("base", Trainer), given.pop("model", model)
+    data, evaluated = given.pop("data", None), Texts(2 * MICRO - 3)
+    if data is not None:
+        evaluated = torch.utils.data.Subset(data(), range(2 * MICRO - 3))
     ranks = {"": 1, "tp_fsdp": 2, "pp": 2}.get(name, 4)
     args = TrainingArguments(
         output_dir=folder, per_device_train_batch_size=MICRO // ranks,
@@ -73,35 +154,41 @@ def _run(name: str, folder: str, resume: bool, epochs: int, **more: Any) -> dict
         num_train_epochs=epochs, learning_rate=0.5, optim="sgd", max_grad_norm=0.5,
         logging_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="epoch",
         save_only_model=False, lr_scheduler_type="constant_with_warmup", warmup_steps=2, seed=3,
+        label_smoothing_factor=smoothing,
     )  # fmt: skip
     seen = Norms()
-    made = meshplan.trainer(Trainer) if name else Trainer
+    made = meshplan.trainer(base) if name else base
     plan = {"plan": {"version": 1, **PLANS[name], **more}} if name else {}
     runner = made(
-        model=model(), args=args, train_dataset=Texts(6 * MICRO), eval_dataset=Texts(2 * MICRO - 3),
-        callbacks=[seen], **plan,
+        model=made_model(), args=args, train_dataset=data() if data else Texts(6 * MICRO),
+        eval_dataset=evaluated, callbacks=[seen], **given, **plan,
     )  # fmt: skip
     runner.train(resume_from_checkpoint=resume or None)
-    evaluated = runner.evaluate()
-    predicted = runner.predict(Texts(2 * MICRO - 3)).predictions
+    eval_loss = runner.evaluate()["eval_loss"]
+    predicted = runner.predict(evaluated).predictions
     return {
-        "losses": seen.losses, "norms": seen.norms, "eval_loss": evaluated["eval_loss"],
+        "losses": seen.losses, "norms": seen.norms, "eval_loss": eval_loss,
         "predicted": torch.as_tensor(predicted), "step": runner.state.global_step,
     }  # fmt: skip
 
 
-def alone(folder: str, resume: bool = False, epochs: int = 2) -> dict[str, Any]:
+def alone(folder: str, resume: bool = False, epochs: int = 2, how: str = "model") -> dict[str, Any]:
     """In one process, with transformers alone."""
-    return _run("", folder, resume, epochs)
+    return _run("", folder, resume, epochs, how)
 
 
 def planned(
-    name: str, folder: str, resume: bool = False, epochs: int = 2, **more: Any
+    name: str,
+    folder: str,
+    resume: bool = False,
+    epochs: int = 2,
+    how: str = "model",
+    **more: Any,
 ) -> dict[str, Any]:
     """Under a plan, on the ranks of a pool."""
     with launched():
         os.environ["ACCELERATE_USE_CPU"] = "true"
-        return _run(name, folder, resume, epochs, **more)
+        return _run(name, folder, resume, epochs, how, **more)
 
 
 def refused(name: str, folder: str, **more: Any) -> str:

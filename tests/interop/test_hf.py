@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[dev]'")
 pytest.importorskip("lightning", reason="lightning is not installed: its helpers start the ranks")
 
-PLANS = ("ddp", "full_shard", "hybrid", "tp_fsdp")
+PLANS = ("ddp", "full_shard", "hybrid", "tp_fsdp", "pp")
 
 
 def jobs():
@@ -67,7 +67,25 @@ def test_all_numbers_are_those_of_one_process(pool, tmp_path: Path, name):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("before", "after"), [("full_shard", "tp_fsdp"), ("tp_fsdp", "ddp")])
+@pytest.mark.parametrize("name", ["full_shard", "pp"])
+@pytest.mark.parametrize("loss", ["function", "smoothing", "own", "pictures"])
+def test_losses_of_ones_own_are_those_of_one_process(pool, tmp_path: Path, name, loss):
+    (expected,) = pool(1).run(alone, str(tmp_path / "alone"), False, 1, loss, timeout=240)
+    for found in pool(4).run(planned, name, str(tmp_path / "at"), False, 1, loss, timeout=240):
+        check(found, expected)
+
+
+@pytest.mark.wide
+def test_a_loss_that_gathers_is_refused_under_a_pipeline(pool, tmp_path: Path):
+    """The last stage alone calls it, and would wait for the other ranks."""
+    for found in pool(4).run(refused, "pp", str(tmp_path), {"how": "gathering"}, timeout=240):
+        assert "compute_loss gathers values of all ranks" in found
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("before", "after"), [("full_shard", "pp"), ("pp", "tp_fsdp"), ("tp_fsdp", "ddp")]
+)
 def test_a_checkpoint_goes_on_under_another_plan(pool, tmp_path: Path, before, after):
     folder = str(tmp_path / "planned")
     (expected,) = pool(1).run(alone, str(tmp_path / "alone"), timeout=240)
@@ -84,7 +102,7 @@ def test_a_checkpoint_goes_on_under_another_plan(pool, tmp_path: Path, before, a
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "more", "words"),
-    [("pp", {}, "a pipeline runs its own"),
+    [
      ("full_shard", {"loss": "tokens"}, "the Trainer weights tokens itself"),
      ("full_shard", {"batch": {"accumulate": 4}}, "gradient_accumulation_steps is 2"),
      ("full_shard", {"clip_grad_norm": 0.1}, "max_grad_norm is 0.5, but the plan clips at 0.1")],

@@ -95,6 +95,30 @@ def test_each_sample_counts_once_if_ranks_have_unequal_numbers(pool):
     assert pool(2).run(uneven) == [pytest.approx(alone("mean"), rel=1e-5)] * 2
 
 
+def uneven_pipelines():
+    """Two data ranks of two stages, with 4 samples each, with 4 and 2, and with 2 and 4."""
+    plan = plan_of("pp") | {"mesh": {"pp": 2, "dp_shard": 2}, "strategy": "full_shard"}
+    torch.manual_seed(0)
+    model = meshplan.parallelize(Model(), plan)
+    inputs, targets = tokens(BATCH)
+    is_second = torch.distributed.get_rank() % 2
+    found = []
+    for first, num in ((4, 8), (4, 6), (2, 6)):
+        own = slice(first, num) if is_second else slice(0, first)
+        found.append(meshplan.eval_step(model, inputs[own], targets[own], next_token_loss))
+    return found
+
+
+def test_data_ranks_of_a_pipeline_may_have_unequal_numbers(pool):
+    """The one that meets a new number waited for the other, which knew its own: a deadlock."""
+    torch.manual_seed(0)
+    model = Model().eval()
+    inputs, targets = tokens(BATCH)
+    losses = [next_token_loss(model(inputs[:n]), targets[:n]).item() for n in (8, 6, 6)]
+    for found in pool(4).run(uneven_pipelines):
+        assert found == pytest.approx(losses, rel=1e-5)
+
+
 def modes():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout())
     model = meshplan.parallelize(model, {"version": 1, "strategy": "full_shard"})

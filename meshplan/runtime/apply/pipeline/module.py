@@ -84,6 +84,8 @@ class PipelinedModule(nn.Module):
         self._eval = forward_only(self._schedule, ranks, virtual)[self._place]
         self._mates = ranks_of_forward(plan)
         self._forms: dict[Any, InputForm] = {}
+        self._agreed: set[tuple[bool, bool]] = set()
+        """(Training mode, gradients enabled) of the passes that ended on all ranks."""
         self.shared = SharedTensors(plan, mesh, {s: p.module for s, p in parts.items()})
 
     @property
@@ -267,17 +269,21 @@ class PipelinedModule(nn.Module):
     def _agree(self, run: PipelineStep, form: InputForm) -> None:
         """Raise on every rank if a pass failed on one rank, or if a stage's output contained NaN.
 
-        In the first pass with inputs of a form, all ranks exchange their flags; later only the
-        ranks along pp do. That suffices, because either all ranks with the same stages record a
-        failure, or `PipelineStep` raised it at once.
+        In the first pass in a mode, all ranks exchange their flags; later only the ranks along pp
+        do, since data ranks may have other numbers of samples, and so meet a form at other times.
+        That suffices: either all ranks with the same stages record a failure, or `PipelineStep`
+        raised it at once, or `guarded` tells the others.
         """
-        group = None if form.is_new else self.group
+        mode = self.training, torch.is_grad_enabled()
+        group = self.group if mode in self._agreed else None
+        self._agreed.add(mode)
         form.is_new = False
         flags = torch.tensor([run.failure is not None, run.has_poison], device=device()).float()
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         failed, has_poison = numbers(flags, [False, False])
         if failed:
             self._forms.clear()  # Exchanged shapes may be incomplete.
+            self._agreed.clear()
             is_own = run.failure is not None and not isinstance(run.failure, RemoteFailure)
             failures: list[Any] = [None] * dist.get_world_size(group)
             own = f"{type(run.failure).__name__}: {run.failure}" if is_own else ""
