@@ -319,7 +319,9 @@ def compare_run(
     if not is_as_planned:
         assert run.accumulate is not None
         each = f"{run.accumulate} parts in each step, and the plan {decided.accumulate}"
-        report(f"the run accumulated {each}: seconds are predicted for {run.accumulate}")
+        has_config = bool(decided.graph.config)
+        then = f"predicted for {run.accumulate}" if has_config else "unknown without a config"
+        report(f"the run accumulated {each}: its seconds are {then}")
         decided = replace(decided, accumulate=run.accumulate)
     device, _, _ = read_limit(source.gpu, source.memory, decided.spec)
     memory: MemoryEstimate | MeshplanError

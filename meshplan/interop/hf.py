@@ -17,7 +17,14 @@ from torch import nn
 
 from meshplan.errors import ApplyError, MissingStateError, Origin, PlanError, Problem
 from meshplan.interop.external_step import ExternalStep
-from meshplan.interop.trainer_loss import LastStage, change_rows, shifting_as, without_gathering
+from meshplan.interop.trainer_arguments import argument_problems
+from meshplan.interop.trainer_loss import (
+    cut_rows,
+    fill_rows,
+    shifting_as,
+    with_share,
+)
+from meshplan.interop.trainer_pipeline import pipeline_step
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.runtime.apply.loss.loss_weights import IGNORED
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
@@ -26,6 +33,7 @@ from meshplan.runtime.parallelize import PlanLike, parallelize, spec_of
 from meshplan.runtime.state.load import load
 from meshplan.runtime.state.pretrained import save_pretrained
 from meshplan.runtime.state.save import save
+from meshplan.runtime.torch_private.private import intercept_calls
 from meshplan.runtime.train.evaluation import reduce
 from meshplan.runtime.train.gradient_scale import clip_grad_norm_
 from meshplan.runtime.watch.guard import guarded
@@ -104,7 +112,7 @@ class _Planned:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, of arguments that a plan leaves room for."""
-        if problems := _argument_problems(self.args):
+        if problems := argument_problems(self.args):
             raise ApplyError(problems)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
 
@@ -124,6 +132,8 @@ class _Planned:
             wrapped = parallelize(self.model, self._plan, example_inputs=self._example_inputs)
             self._check(wrapped)
             self._step = ExternalStep(wrapped)
+            # A function, because a copy of the model must not copy this Trainer.
+            intercept_calls(wrapped, lambda call, *a, **k: self._called(call, *a, **k))
             # Of a pipeline the whole model without values: it has the config and the forward.
             whole = (
                 wrapped.skeleton if isinstance(wrapped, PipelinedModule) else own_module(wrapped)
@@ -135,6 +145,36 @@ class _Planned:
         if not any(each is wrapped for each in self.accelerator._models):
             self.accelerator._models.append(wrapped)  # It is prepared.
         return wrapped
+
+    def _called(
+        self, call: Callable[..., Any], *args: Any, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        """Call the model; its loss is that of its labels, of so many that count in the step.
+
+        Not every model that accepts the number divides by it, such as T5 and many of BERT's: the
+        Trainer multiplies the mean of such a loss by the number of ranks.
+        """
+        if num_items_in_batch is None:
+            return call(*args, **kwargs)
+        counted = self._count_labels(kwargs)
+        config = getattr(self.model, "config", None)
+        is_whole = not isinstance(self.model_wrapped, PipelinedModule)
+        has_more = getattr(
+            config, "output_router_logits", False
+        )  # A loss of its experts, unscaled.
+        if counted is None or (is_whole and (self._divides or has_more)):
+            # A number, because FSDP2 casts tensors to the precision of the computation.
+            return call(*args, num_items_in_batch=float(num_items_in_batch), **kwargs)
+        return with_share(call(*args, **kwargs), counted, num_items_in_batch)
+
+    @property
+    def _divides(self) -> bool:
+        """True if the model's loss is that of a causal LM, which divides by the number of items."""
+        return getattr(self, "_loss_shifts_labels", False)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the FLOPs of a batch, of which ranks along tp and pp compute a part each."""
+        return super().floating_point_ops(inputs) // self.get_tp_size()  # type: ignore[misc]
 
     def _check(self, wrapped: nn.Module) -> None:
         """Raise where the arguments contradict the plan; take from it what they leave open."""
@@ -148,6 +188,13 @@ class _Planned:
         if plan.assignment.stages is not None and getattr(args, "predict_with_generate", False):
             refuse("predict_with_generate=True was given, but a pipeline cannot generate",
                    "mesh.pp", "leave it out, or use a plan without pp")  # fmt: skip
+        for name in ("bf16_full_eval", "fp16_full_eval", "torch_empty_cache_steps"):
+            if plan.assignment.stages is not None and getattr(args, name, None):
+                refuse(f"{name}={getattr(args, name)} was given, which has no effect on a pipeline",
+                       "mesh.pp", "leave it out")  # fmt: skip
+        if plan.assignment.stages is not None and self._overrides("training_step"):
+            refuse("the Trainer has a training_step of its own, which a pipeline would not call",
+                   "mesh.pp", "use a plan without pp")  # fmt: skip
         if plan.assignment.context is not None:
             refuse("the Trainer counts tokens of whole sequences, which cp cuts", "mesh.cp",
                    "use a plan without cp, or a loop around meshplan.train_step")  # fmt: skip
@@ -274,49 +321,18 @@ class _Planned:
             with step.microbatch(self.current_gradient_accumulation_steps, is_last=is_last):
                 step.begin(dict(inputs))
                 if isinstance(model, PipelinedModule):
-                    return self._pipeline_step(model, inputs, num_items_in_batch, is_last=is_last)
+                    return pipeline_step(self, step, inputs, num_items_in_batch, is_last=is_last)
                 loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
                 step.count()
             return loss
 
-    def _pipeline_step(
-        self, model: PipelinedModule, inputs: Any, num_items: Any, *, is_last: bool
-    ) -> torch.Tensor:
-        """Run forward and backward of a microbatch through all stages; return its loss.
+    def _overrides(self, name: str) -> bool:
+        """Return True if a subclass of the Trainer has a method of its own in place of its."""
+        from transformers import Seq2SeqTrainer, Trainer
 
-        `compute_loss` runs on the last stage, once for each part of the microbatch. The model that
-        it calls there returns what the last stage computed.
-        """
-        step, count = self._step, self.current_gradient_accumulation_steps
-        assert step is not None
-        model.train()
-        if callable(into_training := getattr(self.optimizer, "train", None)):
-            into_training()
-        inputs = dict(self._prepare_inputs(inputs))
-        # Trainer.compute_loss takes the labels away from a model whose loss is not used.
-        is_own = self.label_smoother is not None or self.compute_loss_func is not None
-        given = {k: v for k, v in inputs.items() if not (is_own and k == "labels")}
-        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
-        if is_scaled is None:
-            accepts = self.model_accepts_loss_kwargs and num_items is not None
-            is_scaled = accepts or self.compute_loss_func is not None
-        parts = model.pipeline.microbatches
-        whole = self._count_labels(inputs)
-
-        def take(output: Any, part: Any) -> torch.Tensor:
-            counted = self._count_labels(part)
-            answer = LastStage(model, output, counted)
-            loss = self.compute_loss(answer, dict(part), num_items_in_batch=num_items)
-            if is_scaled:
-                return loss * parts * count  # It is a sum already, of which means would be taken.
-            if self._means_samples or counted is None or whole is None or int(whole) == 0:
-                return loss
-            return loss * (counted / whole * parts)
-
-        with without_gathering(self.accelerator):
-            loss = step.run_pipeline(given, inputs, take, count, is_last=is_last)
-        step.release()
-        return loss / count
+        kinds = type(self).__mro__
+        below = kinds[kinds.index(_Planned) + 1 :]
+        return next(k for k in below if name in vars(k)) not in (Trainer, Seq2SeqTrainer)
 
     @property
     def _means_samples(self) -> bool:
@@ -326,7 +342,7 @@ class _Planned:
     def _count_labels(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
         """Return the number of labels that count, as the Trainer counts; None if not all do."""
         labels = inputs.get("shift_labels", inputs.get("labels"))
-        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not labels.dim():
+        if not isinstance(labels, torch.Tensor) or not labels.dim():
             return None
         if getattr(self, "_loss_shifts_labels", False) and "shift_labels" not in inputs:
             labels = labels[..., 1:]
@@ -364,26 +380,30 @@ class _Planned:
         The samples that fill up the last batch are repeated ones. They do not count.
         """
         _, index = self._ranks()
-        labels, left = inputs.get("labels"), self._rest()
+        left = self._rest()
         if left is not None and getattr(self, "padding_free", False):
             what = "the last batch of the evaluation is filled up, and padding_free has its samples"
             what += " in one row, so they cannot be told from those that fill it"
             fix = "choose per_device_eval_batch_size so that all ranks together divide the samples"
             raise ApplyError(Problem(what, fix=fix))
-        from accelerate.utils import find_batch_size
+        size = own = 0
+        if left is not None:
+            from transformers.trainer_pt_utils import find_batch_size
 
-        size = find_batch_size(inputs) or 0
-        own = size if left is None else min(size, max(0, left - index * size))
-        if own:
-            inputs = change_rows(inputs, size, lambda rows: rows[:own])
-        elif isinstance(labels, torch.Tensor) and not labels.is_floating_point():
-            inputs = {**inputs, "labels": torch.full_like(labels, IGNORED)}
+            size = find_batch_size(inputs) or 0
+            own = min(size, max(0, left - index * size))
+            cut = cut_rows(inputs, size, own) if own else None
+            if cut is None:
+                inputs = {**inputs, **self._without_labels(inputs, own)}
+                own = size
+            else:
+                inputs = cut
         counted = self._count_labels(inputs)
         self._is_counted = False
         with guarded("prediction_step"):
             loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-            if 0 < own < size:  # All ranks must gather as many.
-                rest = change_rows(rest, own, lambda rows: rows[[*range(own), *[0] * (size - own)]])
+            if own < size:
+                rest = fill_rows(rest, own, size)
             if loss is None or counted is None or self._means_samples:
                 return (loss, *rest)  # Which the Trainer weights by samples.
             if self._is_counted:
@@ -396,6 +416,16 @@ class _Planned:
                 both = reduce(torch.stack((total, count)), "sum", self._planned())
                 loss = (both[0] / both[1]).to(loss.dtype)
             return (loss, *rest)
+
+    def _without_labels(self, inputs: Mapping[str, Any], own: int) -> dict[str, torch.Tensor]:
+        """Return the labels of a batch, of which only those of the first `own` samples count."""
+        found = {}
+        for name in ("labels", "shift_labels"):
+            labels = inputs.get(name)
+            if isinstance(labels, torch.Tensor) and not labels.is_floating_point() and labels.ndim:
+                found[name] = labels.clone()
+                found[name][own:] = IGNORED
+        return found
 
     def _rest(self) -> int | None:
         """Return the number of samples in the last batch of all data ranks; None if it is full."""
@@ -458,36 +488,3 @@ class _Planned:
 
     def _load_best_model(self) -> None:
         load(os.path.join(self.state.best_model_checkpoint, _STATE), self._planned())
-
-
-def _argument_problems(args: Any) -> list[Problem]:
-    """Return the arguments of a Trainer that contradict any plan, or each other under one."""
-    problems = []
-
-    def refuse(is_asked: object, name: str, fix: str) -> None:
-        if is_asked:
-            what = f"{name} was given, but the plan decides this"
-            problems.append(Problem(what, fix=fix))
-
-    def get(name: str) -> Any:
-        return getattr(args, name, None)  # Not every version of transformers has each of them.
-
-    other = "leave it out: the plan states how the model is sharded"
-    accelerator = args.accelerator_config
-    refuse(get("torch_compile"), "torch_compile=True", "say compile: true in the plan")
-    refuse(get("fsdp"), "fsdp=", other)
-    refuse(get("fsdp_config"), "fsdp_config=", other)
-    refuse(get("deepspeed"), "deepspeed=", other + " (meshplan import translates the file)")
-    refuse(get("parallelism_config"), "parallelism_config=", other)
-    refuse(
-        get("gradient_checkpointing") or get("activation_checkpointing"),
-        "gradient_checkpointing=True",
-        "set it to False, and say activation_checkpointing: full in the plan",
-    )
-    for name in ("dispatch_batches", "split_batches"):
-        fix = "leave it out: each data rank reads batches of per_device_train_batch_size"
-        refuse(getattr(accelerator, name, None), f"accelerator_config.{name}=True", fix)
-    if args.save_only_model and args.load_best_model_at_end:
-        what = "load_best_model_at_end=True needs the state that save_only_model=True leaves out"
-        problems.append(Problem(what, fix="leave out one of them"))
-    return problems

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from meshplan.errors import ApplyError, Problem
-from meshplan.runtime.apply.pipeline.module import PipelinedModule
-from meshplan.runtime.base.pytree import tensors_in
+from meshplan.runtime.apply.loss.loss_weights import zero_of
 
 
 def shifting_as(model: Any, smoother: Any) -> Any:
@@ -30,69 +28,54 @@ def shifting_as(model: Any, smoother: Any) -> Any:
     base = getattr(model, "get_base_model", lambda: model)()
     shifts = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
-    def smooth(output: Any, labels: Any, shift_labels: bool = False, **kwargs: Any) -> Any:
-        return smoother(output, labels, shift_labels=shifts, **kwargs)
+    class Smoother(type(smoother)):  # type: ignore[misc]
+        def __call__(self, output: Any, labels: Any, shift_labels: bool = False, **kw: Any) -> Any:
+            return super().__call__(output, labels, shift_labels=shifts, **kw)
 
-    return smooth
+    made = copy.copy(smoother)
+    made.__class__ = Smoother
+    return made
 
 
-class LastStage:
-    """Called like the model by `compute_loss` on the last stage: returns what the stage computed.
+def loss_of(output: Any) -> Any:
+    """Return the loss in a model's output; None if there is none."""
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return output[0] if isinstance(output, tuple | list) and output else None
+
+
+def with_share(output: Any, counted: torch.Tensor, num_items: Any) -> Any:
+    """Return an output whose loss is the share of its labels in the mean over all of a step.
 
     Args:
-        model: The pipelined model, which has the attributes.
-        output: The output of the last stage for a part of a microbatch.
-        counted: Number of labels in this part that count; None if it has no such labels.
+        output: An output whose loss is the mean over the labels that count.
+        counted: Their number.
+        num_items: Number of labels that count in all microbatches of the step, on all data ranks.
     """
-
-    def __init__(self, model: PipelinedModule, output: Any, counted: torch.Tensor | None) -> None:
-        self._model, self._output, self._counted = model, output, counted
-
-    def __call__(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        output = self._output
-        is_mapping = isinstance(output, Mapping)
-        loss = output.get("loss") if is_mapping else output[0]
-        if num_items_in_batch is None or self._counted is None or "labels" not in kwargs:
-            return output
-        # A model that is given the number of items divides the sum of its losses by it.
-        if int(self._counted):
-            loss = loss * (self._counted / num_items_in_batch)
-        else:  # The mean of no losses is NaN, and so are its gradients.
-            loss = sum(each.sum() * 0.0 for _, each in tensors_in(output) if each is not loss)
-        if not is_mapping:
-            return (loss, *output[1:])
-        output = copy.copy(output)
-        output["loss"] = loss
+    loss = loss_of(output)
+    if loss is None:
         return output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model.skeleton, name)
-
-
-@contextmanager
-def without_gathering(accelerator: Any) -> Iterator[None]:
-    """Let accelerate's collectives raise: the loss of a pipeline is computed on its last stage."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        what = "compute_loss gathers values of all ranks, but only a pipeline's last stage calls it"
-        fix = "use a plan without pp, or gather in a callback"
-        raise ApplyError(Problem(what, fix=fix))
-
-    names = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
-    for name in names:
-        setattr(accelerator, name, refuse)
-    try:
-        yield
-    finally:
-        for name in names:
-            delattr(accelerator, name)
+    # The mean of no losses is NaN, and so are its gradients.
+    share = loss * (counted / num_items) if int(counted) else zero_of(output, loss)
+    return replaced(output, share)
 
 
-def change_rows(values: Any, size: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return values with `change` applied to the tensors that have so many rows."""
-    from accelerate.utils.operations import recursively_apply
+def replaced(output: Any, loss: torch.Tensor | None) -> Any:
+    """Return an output with another loss, or with none."""
+    if not isinstance(output, Mapping):
+        return type(output)((*(() if loss is None else (loss,)), *output[1:]))
+    rest = {key: value for key, value in output.items() if key != "loss"}
+    return type(output)(**({} if loss is None else {"loss": loss}), **rest)
 
-    def changed(tensor: torch.Tensor) -> torch.Tensor:
-        return change(tensor) if tensor.dim() and len(tensor) == size else tensor
 
-    return recursively_apply(changed, values)
+def cut_rows(inputs: Mapping[str, Any], size: int, own: int) -> dict[str, Any] | None:
+    """Return the first `own` of `size` samples; None if not all values are a row a sample."""
+    if not all(isinstance(v, torch.Tensor) and v.ndim and len(v) == size for v in inputs.values()):
+        return None
+    return {key: value[:own] for key, value in inputs.items()}
+
+
+def fill_rows(values: Any, own: int, size: int) -> Any:
+    """Return tensors of `own` rows with `size` rows: all ranks must gather as many."""
+    rows = [*range(own), *[0] * (size - own)]
+    return tree_map_only(torch.Tensor, lambda t: t[rows] if t.ndim and len(t) == own else t, values)

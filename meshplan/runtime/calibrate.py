@@ -39,8 +39,8 @@ the time of its launch, and runs at clock rates that a training step does not ke
 _HEADS, _WIDTH = 16, 128
 """Heads of the timed attention, and channels of each head."""
 _MOST_S: Final = 60.0
-"""Seconds that the single executions of all rounds may take together, so that slow links take
-minutes and not half an hour. At least `_FEWEST_ROUNDS` run."""
+"""Seconds that the executions of the rounds may take together, so that slow links take minutes and
+not half an hour. At least `_FEWEST_ROUNDS` run."""
 _FEWEST_ROUNDS: Final = 4
 _LONG_S: Final = 0.5
 """Seconds of a collective after which no larger one is timed."""
@@ -150,12 +150,12 @@ def together() -> Iterator[bool]:
 
 def _sample(work: _TimedWork, seconds: Sequence[float], device: torch.device) -> Sample:
     """Return the `Sample` of an operation from the seconds that it took in each round."""
-    if device.type == "cpu" and not work.hops:
-        even, odd = min(seconds[::2]), min(seconds[1::2])
-        return Sample(work.amount, min(even, odd), work.hops, abs(even / odd - 1))
-    even, odd = statistics.median(seconds[::2]), statistics.median(seconds[1::2])
+    is_shortest = device.type == "cpu" and not work.hops
+    typical = min if is_shortest else statistics.median
+    halves = sorted(typical(half) for half in (seconds[::2], seconds[1::2] or seconds))
+    spread = halves[1] / halves[0] - 1
     # The median of all rounds is twice as certain as the difference between two halves of them.
-    return Sample(work.amount, statistics.median(seconds), work.hops, abs(even / odd - 1) / 2)
+    return Sample(work.amount, typical(seconds), work.hops, spread if is_shortest else spread / 2)
 
 
 def _by_turns(groups: Iterable[Sequence[_TimedWork]]) -> Iterator[_TimedWork]:

@@ -216,9 +216,11 @@ def test_a_sample_is_as_certain_as_its_rounds():
 
     seconds = [1.0, 3.0, 1.2, 2.0, 5.0, 2.5]  # Even rounds: 1, 1.2, 5; odd ones: 3, 2, 2.5.
     product, gather = _TimedWork(8.0, list), _TimedWork(8.0, list, hops=3)
-    assert _sample(product, seconds, torch.device("cpu")) == Sample(8.0, 1.0, 0, 0.5)
-    found = _sample(gather, seconds, torch.device("cpu"))
-    assert found == Sample(8.0, 2.25, 3, pytest.approx(abs(1.2 / 2.5 - 1) / 2))
+    for both in (seconds, [*seconds[1:], seconds[0]]):
+        assert _sample(product, both, torch.device("cpu")) == Sample(8.0, 1.0, 0, 1.0)
+        found = _sample(gather, both, torch.device("cpu"))
+        assert found == Sample(8.0, 2.25, 3, pytest.approx((2.5 / 1.2 - 1) / 2))
+    assert _sample(product, [3.0], torch.device("cpu")) == Sample(8.0, 3.0, 0, 0.0)
     assert _sample(product, seconds, torch.device("meta")).seconds == found.seconds
 
 

@@ -13,6 +13,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
@@ -107,6 +109,39 @@ class Gathering(Trainer):  # type: ignore[misc]
         return loss
 
 
+class Unstated(Weighted):
+    """The same, without saying that it is a mean."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.loss_is_scaled_for_ga = None
+
+
+class Twice(Trainer):  # type: ignore[misc]
+    """Two forwards for one loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return (model(**inputs).loss + model(**inputs).loss) / 2
+
+
+class Adversarial(Trainer):  # type: ignore[misc]
+    """A step of its own."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
+
+
+def unscaled() -> Any:
+    """A model whose loss is a mean, whatever number of items it is given."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=32, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertForMaskedLM(config)
+
+
 class Pictures(Dataset[Any]):
     """Pictures of one of 5 classes."""
 
@@ -134,6 +169,10 @@ LOSSES: Final[Mapping[str, Mapping[str, Any]]] = {
     "own": {"base": Weighted},
     "gathering": {"base": Gathering},
     "pictures": {"model": classifier, "data": Pictures},
+    "mean": {"model": unscaled, "accumulate": 1},  # The Trainer adds up means of microbatches.
+    "unstated": {"base": Unstated},
+    "twice": {"base": Twice},
+    "step": {"base": Adversarial},
 }
 """How the loss is computed: arguments of the Trainer, or of TrainingArguments."""
 
@@ -144,13 +183,14 @@ def _run(
     given = dict(LOSSES[how])
     smoothing = given.pop("label_smoothing_factor", 0.0)
     base, made_model = given.pop("base", Trainer), given.pop("model", model)
+    accumulate = given.pop("accumulate", 2)
     data, evaluated = given.pop("data", None), Texts(2 * MICRO - 3)
     if data is not None:
         evaluated = torch.utils.data.Subset(data(), range(2 * MICRO - 3))
     ranks = {"": 1, "tp_fsdp": 2, "pp": 2}.get(name, 4)
     args = TrainingArguments(
         output_dir=folder, per_device_train_batch_size=MICRO // ranks,
-        per_device_eval_batch_size=MICRO // ranks, gradient_accumulation_steps=2,
+        per_device_eval_batch_size=MICRO // ranks, gradient_accumulation_steps=accumulate,
         num_train_epochs=epochs, learning_rate=0.5, optim="sgd", max_grad_norm=0.5,
         logging_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="epoch",
         save_only_model=False, lr_scheduler_type="constant_with_warmup", warmup_steps=2, seed=3,

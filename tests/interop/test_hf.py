@@ -68,7 +68,7 @@ def test_all_numbers_are_those_of_one_process(pool, tmp_path: Path, name):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["full_shard", "pp"])
-@pytest.mark.parametrize("loss", ["function", "smoothing", "own", "pictures"])
+@pytest.mark.parametrize("loss", ["function", "smoothing", "own", "pictures", "mean"])
 def test_losses_of_ones_own_are_those_of_one_process(pool, tmp_path: Path, name, loss):
     (expected,) = pool(1).run(alone, str(tmp_path / "alone"), False, 1, loss, timeout=240)
     for found in pool(4).run(planned, name, str(tmp_path / "at"), False, 1, loss, timeout=240):
@@ -76,10 +76,16 @@ def test_losses_of_ones_own_are_those_of_one_process(pool, tmp_path: Path, name,
 
 
 @pytest.mark.wide
-def test_a_loss_that_gathers_is_refused_under_a_pipeline(pool, tmp_path: Path):
-    """The last stage alone calls it, and would wait for the other ranks."""
-    for found in pool(4).run(refused, "pp", str(tmp_path), {"how": "gathering"}, timeout=240):
-        assert "compute_loss gathers values of all ranks" in found
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("gathering", "compute_loss gathers values of all ranks"),
+     ("unstated", "set trainer.loss_is_scaled_for_ga = False for a mean over the samples"),
+     ("twice", "compute_loss calls the model twice"),
+     ("step", "a training_step of its own, which a pipeline would not call")],
+)  # fmt: skip
+def test_losses_that_no_last_stage_can_compute_are_refused(pool, tmp_path: Path, how, words):
+    for found in pool(4).run(refused, "pp", str(tmp_path), {"how": how}, timeout=240):
+        assert words in found
 
 
 @pytest.mark.wide

@@ -175,7 +175,11 @@ class Run:
                 yield
             self._routes, self._flops = found, flops
             self._counted = applied(self._model).plan.accumulate
-        elif self._modules is None and number >= (self._profile_step or math.inf):
+        elif (
+            self._modules is None
+            and number >= (self._profile_step or math.inf)
+            and self._counted in (None, applied(self._model).plan.accumulate)
+        ):
             self._watched.add(self.step + 1)
             times = ModuleTimes(self._clock.now, self._clock.seconds)
             with times.timing(self._model):

@@ -198,7 +198,7 @@ class Weights:
         assert tokens is not None
         num = int(tokens.sum())
         # The mean over no tokens is NaN, and so would be its gradients.
-        return wide * (num * self.parts / self._total) if num else _zero(output, loss)
+        return wide * (num * self.parts / self._total) if num else zero_of(output, loss)
 
     def _note(self, is_pair: bool) -> None:
         """Record what the loss function returns; raise if that changes between steps."""
@@ -303,7 +303,7 @@ def pair_of(given: Any) -> tuple[torch.Tensor, Any]:
     return total, count.reshape(()) if isinstance(count, torch.Tensor) else count
 
 
-def _zero(output: Any, loss: torch.Tensor) -> torch.Tensor:
+def zero_of(output: Any, loss: torch.Tensor) -> torch.Tensor:
     """Return a zero whose backward gives zero gradients to everything the output depends on."""
     found = [
         t.to_local() if isinstance(t, DTensor) else t
