@@ -17,7 +17,7 @@ from torch import nn
 
 from meshplan.errors import ApplyError, MissingStateError, Origin, PlanError, Problem
 from meshplan.interop.external_step import ExternalStep
-from meshplan.interop.trainer_arguments import argument_problems
+from meshplan.interop.trainer_arguments import argument_problems, check_hooks
 from meshplan.interop.trainer_loss import (
     cut_rows,
     fill_rows,
@@ -54,7 +54,7 @@ def trainer(base: type) -> type:
         base: `transformers.Trainer`, `Seq2SeqTrainer`, or a class derived from them.
 
     Raises:
-        ApplyError: It is no Trainer, or accelerate is missing.
+        ApplyError: It is no Trainer, or one of another version, or accelerate is missing.
 
     Example:
         >>> Trainer = meshplan.trainer(transformers.Trainer)
@@ -69,6 +69,7 @@ def trainer(base: type) -> type:
     if not (isinstance(base, type) and issubclass(base, Trainer)):
         what = f"{base!r} is not a Trainer of transformers"
         raise ApplyError(Problem(what, fix="pass the class: meshplan.trainer(Trainer)"))
+    check_hooks(base)
     return type(f"Planned{base.__name__}", (_Planned, base), {"__doc__": base.__doc__})
 
 

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
-from meshplan.errors import Problem
+from meshplan.errors import ApplyError, Problem
+
+_HOOKS: Final = (
+    "create_accelerator_and_postprocess", "get_decay_parameter_names", "get_tp_size",
+    "floating_point_ops", "_clip_grad_norm", "_get_dataloader", "_get_grad_norm",
+    "_load_best_model", "_prepare_for_training", "_save_optimizer_and_scheduler", "_save_scaler",
+)  # fmt: skip
+"""Methods of the Trainer that a plan takes the place of; without them the plan would be ignored."""
+
+
+def check_hooks(base: type) -> None:
+    """Raise if a Trainer is of a version that has other methods.
+
+    Raises:
+        ApplyError: Methods are missing.
+    """
+    if missing := [name for name in _HOOKS if not hasattr(base, name)]:
+        import transformers
+
+        what = f"the Trainer of transformers {transformers.__version__} has no {', '.join(missing)}"
+        raise ApplyError(Problem(what, fix="pip install 'transformers>=5.23'"))
 
 
 def argument_problems(args: Any) -> list[Problem]:

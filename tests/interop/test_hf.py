@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import meshplan
+from meshplan.errors import ApplyError
+
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[dev]'")
 pytest.importorskip("lightning", reason="lightning is not installed: its helpers start the ranks")
 
@@ -116,6 +119,15 @@ def test_a_checkpoint_goes_on_under_another_plan(pool, tmp_path: Path, before, a
 def test_contradictions_are_refused_on_every_rank(pool, tmp_path: Path, name, more, words):
     for found in pool(4).run(refused, name, str(tmp_path), more, timeout=240):
         assert words in found
+
+
+def test_a_trainer_of_another_version_is_refused(monkeypatch):
+    """It would not call what takes the place of its methods, and train without the plan."""
+    from transformers import Trainer
+
+    monkeypatch.delattr(Trainer, "_prepare_for_training")
+    with pytest.raises(ApplyError, match="has no _prepare_for_training"):
+        meshplan.trainer(Trainer)
 
 
 AT_CONSTRUCTION = {
