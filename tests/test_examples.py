@@ -100,6 +100,6 @@ def test_every_example_learns_under_every_plan(run, example, plan):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("example", INPUTS)
+@pytest.mark.parametrize("example", [*INPUTS, "ray_train"])
 def test_an_example_fits_on_a_screen(example):
     assert len((ROOT / f"examples/{example}.py").read_text().splitlines()) <= 60

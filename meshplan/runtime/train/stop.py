@@ -58,7 +58,9 @@ def _install() -> None:
     """Note the signals from now on."""
     if threading.current_thread() is not threading.main_thread():
         what = "stop_requested was first called outside the main thread, which gets the signals"
-        raise ApplyError(Problem(what, fix="call it once in the main thread, before the loop"))
+        fix = "call it once in the main thread, before the loop; in a worker of Ray, which has no "
+        fix += "such moment, save every so many steps instead"
+        raise ApplyError(Problem(what, fix=fix))
     for number in _SIGNALS:
         signal.signal(number, _noting(signal.getsignal(number)))
         _installed.add(number)
