@@ -226,7 +226,7 @@ def test_the_frontier_has_all_candidates_and_the_star_is_the_plan(decision):
     lines = {line.get_gid(): line for line in picture.figure.findobj(Line2D) if line.get_gid()}
     assert lines["chosen"].get_xdata()[0] * GIB == facts.chosen.num_bytes
     assert lines["limit"].get_xdata()[0] * GIB == decision.limit_bytes
-    assert picture.title.startswith(f"Chosen of {decision.num_configs} configurations: ")
+    assert picture.title.startswith(f"Chosen of {decision.num_configs:,} configurations: ")
     check_readable(picture.figure)
 
 
@@ -235,7 +235,7 @@ def test_where_nothing_fits_the_picture_says_so(decision):
         decision, chosen=None, alternatives=(), ladder=None, limit_bytes=GIB
     )
     picture = draw_decision(nothing, "pareto", theme="dark")
-    assert picture.title == f"None of {decision.num_configs} configurations fits into 1.0 GiB"
+    assert picture.title == f"None of {decision.num_configs:,} configurations fits into 1.0 GiB"
     check_readable(picture.figure)
     with pytest.raises(PlanError, match="no plan was found that fits"):
         draw_decision(nothing, "ladder")
