@@ -124,8 +124,10 @@ def test_a_gpu_of_ones_own_is_planned_as_a_listed_one(job, capsys):
         "memory": listed.usable_bytes, "bf16": listed.peak_flops["bfloat16"],
         "fp32": listed.peak_flops["float32"], "hbm": "1008GB/s",
     }  # fmt: skip
-    pinned = {"mesh": {"dp_shard": 8}, "strategy": "full_shard",
-              "activation_checkpointing": "full", "batch": {"micro": 1, "seq_len": 1024}}  # fmt: skip
+    pinned = {
+        "mesh": {"dp_shard": 8}, "strategy": "full_shard", "activation_checkpointing": "full",
+        "batch": {"micro": 1, "accumulate": 2, "seq_len": 1024},
+    }  # fmt: skip
     named = search_plan(job(hardware={**hardware, "gpu": listed.name}, **pinned))
     path = job(hardware={**hardware, "gpu": own}, **pinned)
     found = search_plan(path)
