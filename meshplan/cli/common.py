@@ -53,7 +53,11 @@ def model_flags(parser: argparse.ArgumentParser) -> None:
 
 def machine_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that state the memory of a device."""
-    parser.add_argument("--gpu", metavar="NAME", help="name of the GPU: h100-sxm-80gb, a100-40g")
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="name of the GPU, h100-sxm-80gb or a100-40g; or its facts, memory=48GB,bf16=181e12",
+    )
     parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
 
 

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from meshplan.errors import PlanError, Problem
-from meshplan.layout.hardware import Cluster, devices
+from meshplan.layout.hardware import Cluster, devices, own_fact
 from meshplan.shown import shown
 from meshplan.spec.spec import PROFILES
 
@@ -249,11 +249,16 @@ def _unknown(cluster: Cluster, dtype: str) -> list[Problem]:
         fix = f"set precision to one that computes in {known}" if known else ""
         others = ", ".join(name for name, d in devices().items() if dtype in d.peak_flops)
         what = f"{device.name} has no known {dtype} throughput"
+        if fact := own_fact(device, dtype):
+            fix = f"add {fact}=181e12 (operations per second) to its facts"
         out.append(Problem(what, fix=fix or f"set gpu in hardware: to one of {others}"))
     if device.memory_bytes_per_s is None:
         what = f"{device.name} has no known memory bandwidth"
         known = ", ".join(name for name, d in devices().items() if d.memory_bytes_per_s)
-        out.append(Problem(what, fix=f"set gpu in hardware: to one of {known}"))
+        fix = f"set gpu in hardware: to one of {known}"
+        if fact := own_fact(device, "memory_bytes_per_s"):
+            fix = f"add {fact}=960GB/s to its facts"
+        out.append(Problem(what, fix=fix))
     if cluster.gpus_per_node > 1 and cluster.intra is None and device.intra_bytes_per_s is None:
         what = f"{device.name} has no known bandwidth between the GPUs of one node"
         out.append(Problem(what, fix="add intra: 25GB/s (per GPU, one way) to hardware:"))

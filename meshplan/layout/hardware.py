@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,14 @@ from typing import Final
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.shown import shown
-from meshplan.units import any_case, format_gib, parse_bytes
+from meshplan.units import (
+    any_case,
+    format_gib,
+    parse_bandwidth,
+    parse_bytes,
+    parse_count,
+    parse_memory,
+)
 
 _FILE: Final = Path(__file__).with_name("hardware.json")
 _GIGA: Final = 10**9
@@ -81,6 +88,8 @@ class Device:
     def size(self) -> str:
         """`usable_bytes` in words, with the source of the figure."""
         size = format_gib(self.usable_bytes)
+        if "=" in self.name:
+            return f"{size}, as stated"
         if self.visible_bytes is not None:
             return f"{self.name} has {size}, as torch sees it"
         return f"{self.name} has {size}, its datasheet's {self.memory_bytes // _GIGA} GB"
@@ -131,6 +140,70 @@ def usual_link(device: Device) -> Link | None:
     return Link("inter", device.inter_bytes_per_s, device.inter_source)
 
 
+OWN_FACTS: Final[Mapping[str, Callable[[str], float]]] = MappingProxyType(
+    {"memory": parse_memory, "bf16": parse_count, "fp16": parse_count, "fp32": parse_count,
+     "hbm": parse_bandwidth}
+)  # fmt: skip
+"""What may be stated of a GPU that the table lacks, and the function that reads it: its memory,
+operations per second by dtype, and the bandwidth of its memory."""
+_OWN_DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def own_fact(device: Device, figure: str) -> str:
+    """Return the key that states a figure of a device which the table lacks; "" for a listed one.
+
+    Args:
+        device: The device.
+        figure: A dtype of `Device.peak_flops`, or "memory_bytes_per_s".
+    """
+    if "=" not in device.name:
+        return ""
+    keys = {dtype: key for key, dtype in _OWN_DTYPES.items()} | {"memory_bytes_per_s": "hbm"}
+    return keys.get(figure, "")
+
+
+def own_device(text: str, origin: Origin | None = None) -> Device:
+    """Return a device that the table lacks, by its facts in one line.
+
+    Args:
+        text: Such as "memory=48GB,bf16=181e12,hbm=960GB/s". `memory` is required.
+        origin: The place where the user wrote it.
+
+    Raises:
+        SpecError: A fact is unknown, cannot be read or is missing.
+
+    >>> own_device("memory=48GB, bf16=181T").peak_flops["bfloat16"]
+    181000000000000.0
+    """
+    given: dict[str, str] = {}
+    values: dict[str, float] = {}
+    example = "memory=48GB,bf16=181e12,hbm=960GB/s"
+    for part in text.split(","):
+        key, _, value = (word.strip() for word in part.partition("="))
+        if key not in OWN_FACTS or key in given:
+            what = f"gpu '{text}' has {'twice' if key in given else 'an unknown'} '{key}'"
+            fix = f"write {example}, with any of {', '.join(OWN_FACTS)}"
+            raise SpecError(Problem(what, origin, fix))
+        given[key] = value
+        try:
+            values[key] = OWN_FACTS[key](value)
+        except ValueError as error:
+            what = f"gpu '{text}': {key}: {error}"
+            raise SpecError(Problem(what, origin, f"write {example}")) from None
+    if "memory" not in given:
+        what = f"gpu '{text}' does not state its memory"
+        raise SpecError(Problem(what, origin, f"write {example}"))
+    memory, rates = int(values["memory"]), _OWN_DTYPES.items()
+    return Device(
+        name=",".join(f"{key}={given[key]}" for key in OWN_FACTS if key in given),
+        memory_bytes=memory,
+        visible_bytes=memory,
+        peak_flops=MappingProxyType({d: float(values[k]) for k, d in rates if k in values}),
+        memory_bytes_per_s=values.get("hbm"),
+        sources=("the plan, or --gpu",),
+    )
+
+
 @cache
 def devices() -> Mapping[str, Device]:
     """Return all devices of the hardware table by name."""
@@ -142,7 +215,8 @@ def find_device(name: str, origin: Origin | None = None) -> Device:
     """Return the device of that name, or the only device whose name contains all its words.
 
     Args:
-        name: A key such as "h100-sxm-80gb", or enough of it to be unambiguous ("a100-40g").
+        name: A key such as "h100-sxm-80gb", or enough of it to be unambiguous ("a100-40g"), or the
+            facts of a device that the table lacks (see `own_device`).
         origin: The place where the user wrote it.
 
     Raises:
@@ -151,6 +225,8 @@ def find_device(name: str, origin: Origin | None = None) -> Device:
     >>> find_device("A100 40G").name, find_device("h200").name
     ('a100-sxm-40gb', 'h200-sxm-141gb')
     """
+    if "=" in name:
+        return own_device(name, origin)
     table = devices()
     key = "-".join(_words(name))
     if key in table:
@@ -172,7 +248,7 @@ def find_device(name: str, origin: Origin | None = None) -> Device:
             if close
             else "write a name that `meshplan gpus` lists, or"
         )
-        fix += " state its memory instead of its name"
+        fix += " state its facts: memory=48GB,bf16=181e12,hbm=960GB/s"
     raise SpecError(Problem(what, origin, fix))
 
 
@@ -190,7 +266,9 @@ def names_pattern() -> str:
         unless = "".join(f"(?!{_of_words(each)})" for each in sorted(most, key=sorted))
         forms.append(f"{unless}{_of_words(words)}")
     exact = "|".join(re.escape(key) for key in table)
-    return f"^(?:{exact}|{'|'.join(forms)})"
+    own = "|".join(OWN_FACTS)
+    facts = rf"(?=.*\bmemory\s*=)\s*(?:(?:{own})\s*=[^,=]*[\d.][^,=]*(?:,\s*(?!$)|$))+$"
+    return f"^(?:{exact}|{'|'.join(forms)}|{facts})"
 
 
 def _of_words(words: frozenset[str]) -> str:

@@ -23,7 +23,9 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "hardware.gpus_per_node": "number of GPUs of each node; required under `hardware`",
             "hardware.gpu": (
                 "a name that `meshplan gpus` lists. Its memory is what torch sees of it: 79.1 GiB "
-                "of an H100 with 80 GB"
+                "of an H100 with 80 GB. Of a GPU that is not listed its facts, `{memory: 48GB, "
+                "bf16: 181e12, hbm: 960GB/s}`: memory, operations per second (`bf16`, `fp16`, "
+                "`fp32`), and bandwidth of its memory"
             ),
             "hardware.memory": "memory of one GPU, such as `24GB`, for a GPU that is not listed",
             "hardware.host_memory": "memory of one node's host, which limits offloading",

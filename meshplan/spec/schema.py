@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from meshplan.errors import Origin, SpecError
 from meshplan.layout.dtypes import DTYPE_BYTES
-from meshplan.layout.hardware import devices, find_device, names_pattern
+from meshplan.layout.hardware import OWN_FACTS, devices, find_device, names_pattern
 from meshplan.layout.mesh import AXES
 from meshplan.layout.optimizers import SHAPED_STATES
 from meshplan.layout.schedules import SCHEDULES
@@ -113,9 +113,26 @@ def _model(value: PlanValue, found: Findings) -> ModelSpec | None:
     return ModelSpec(**got)
 
 
-@decoder({"enum": list(devices())}, {"type": "string", "pattern": names_pattern()})
+_OWN_GPU: Final[Mapping[str, Decoder]] = {key: measured(read) for key, read in OWN_FACTS.items()}
+
+
+@decoder(
+    {"enum": list(devices())},
+    {"type": "string", "pattern": names_pattern()},
+    mapping_form(_OWN_GPU, required=("memory",)),
+)
 def _gpu(value: PlanValue, found: Findings) -> str | None:
-    name: str | None = text("the name of a GPU")(value, found)
+    name: str | None
+    if isinstance(value.data, dict):
+        num_before = len(found.problems)
+        example = "gpu: {memory: 48GB, bf16: 181e12, hbm: 960GB/s}"
+        required = {"memory": "add memory: 48GB"}
+        got = section(value, found, _OWN_GPU, example, required=required)
+        if not got or len(found.problems) > num_before:
+            return None
+        name = ",".join(f"{key}={value.data[key].text}" for key in got)
+    else:
+        name = text("the name of a GPU, or {memory: 48GB, bf16: 181e12}")(value, found)
     try:
         return find_device(name, value.origin).name if name else None
     except SpecError as error:

@@ -64,7 +64,7 @@ def test_names_and_what_is_enough_of_one(name, key):
             "rtx4090",
             "gpu 'rtx4090' is not in the hardware table\n"
             "    fix: did you mean 'rtx-4090-24gb'? If not, state its "
-            "memory instead of its name",
+            "facts: memory=48GB,bf16=181e12,hbm=960GB/s",
         ),
         (
             "abacus",
@@ -90,3 +90,33 @@ def test_torch_sees_about_what_the_name_says_in_gib():
     seen = {n: d.visible_bytes / d.memory_bytes for n, d in devices().items() if d.visible_bytes}
     assert len(seen) >= 7
     assert all(1.05 < share < 2**30 / 1e9 for share in seen.values()), seen
+
+
+def test_a_device_of_ones_own_has_the_facts_that_are_stated():
+    own = find_device(" hbm=960GB/s, memory = 48GB,bf16=181T")
+    assert own.name == "memory=48GB,bf16=181T,hbm=960GB/s"
+    assert find_device(own.name) == own
+    assert own.usable_bytes == own.memory_bytes == 48 * 10**9
+    assert dict(own.peak_flops) == {"bfloat16": 181e12}
+    assert own.memory_bytes_per_s == 960e9
+    assert own.size == "44.7 GiB, as stated"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bf16=181e12", "gpu 'bf16=181e12' does not state its memory"),
+        ("memory=48GB,hmb=1TB/s", "has an unknown 'hmb'"),
+        ("memory=48GB,memory=24GB", "has twice 'memory'"),
+        ("memory=48", "memory: '48' has no unit and would mean 48 bytes; write 48GiB"),
+        ("memory=48GB,hbm=960GB", "hbm: '960GB' is not a bandwidth"),
+        ("memory=48GB,bf16=-1", "bf16: '-1'"),
+        ("memory=", "memory: '' is not a size"),
+        ("memory=48GB,", "has an unknown ''"),
+    ],
+)
+def test_facts_that_are_none(text, message):
+    with pytest.raises(SpecError) as caught:
+        find_device(text, Origin("--gpu"))
+    assert message in str(caught.value)
+    assert "fix: write memory=48GB,bf16=181e12,hbm=960GB/s" in str(caught.value)

@@ -10,6 +10,7 @@ import pytest
 from meshplan.api.planning import fewest_devices, search_plan
 from meshplan.cli.app import main
 from meshplan.errors import PlanError
+from meshplan.layout.hardware import find_device
 from meshplan.planner.space.space import EmptySpaceError
 from tests.planner.test_planner import PLAN, job
 
@@ -113,3 +114,38 @@ def test_nothing_stands_after_the_answer_but_what_was_left_out(job, capsys):
         assert lines[-1]
         assert all(one or two for one, two in itertools.pairwise(lines))
     assert "on rank 0, in" in "\n".join(lines)
+
+
+def test_a_gpu_of_ones_own_is_planned_as_a_listed_one(job, capsys):
+    """The facts of an RTX 4090 in place of its name: the same seconds, of every plan."""
+    listed = find_device("rtx-4090-24gb")
+    hardware = {"nodes": 1, "gpus_per_node": 8, "intra": "31GB/s"}
+    own = {
+        "memory": listed.usable_bytes, "bf16": listed.peak_flops["bfloat16"],
+        "fp32": listed.peak_flops["float32"], "hbm": "1008GB/s",
+    }  # fmt: skip
+    pinned = {
+        "mesh": {"dp_shard": 8}, "strategy": "full_shard", "activation_checkpointing": "full",
+        "batch": {"micro": 1, "accumulate": 2, "seq_len": 1024},
+    }  # fmt: skip
+    named = search_plan(job(hardware={**hardware, "gpu": listed.name}, **pinned))
+    path = job(hardware={**hardware, "gpu": own}, **pinned)
+    found = search_plan(path)
+    assert named.chosen is not None
+    assert found.chosen is not None
+    assert found.chosen.seconds == named.chosen.seconds
+    assert main(["plan", "-f", str(path), "-q"]) == 0
+    assert main(["check", "-f", str(path)]) == 0
+    assert main(["estimate", "-f", str(path), "-q"]) == 0
+    assert "of 23.6 GiB" in capsys.readouterr().out
+
+
+def test_what_is_not_known_of_a_gpu_of_ones_own_is_asked_for(job, capsys):
+    gpu = {"memory": "48GB"}
+    path = job(hardware={"nodes": 1, "gpus_per_node": 8, "gpu": gpu})
+    assert main(["plan", "-f", str(path)]) == 2
+    err = capsys.readouterr().err
+    for what in ("bfloat16 throughput", "memory bandwidth", "bandwidth between the GPUs of one"):
+        assert what in err
+    assert "bf16=" in err
+    assert "hbm=" in err

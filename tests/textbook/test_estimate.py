@@ -329,7 +329,8 @@ def test_flags_and_plan_must_agree(run, plan):
         (
             "--params 3e9 --gpus 8 --gpu h100-sxm-80",
             "--gpu: gpu 'h100-sxm-80' is not in the hardware table\n"
-            "    fix: did you mean 'h100-sxm-80gb'? If not, state its memory instead of its name\n",
+            "    fix: did you mean 'h100-sxm-80gb'? If not, state its facts: "
+            "memory=48GB,bf16=181e12,hbm=960GB/s\n",
         ),
         (
             "--params 3e9 --gpus 8 --memory lots",
