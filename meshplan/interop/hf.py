@@ -160,9 +160,8 @@ class _Planned:
         counted = self._count_labels(kwargs)
         config = getattr(self.model, "config", None)
         is_whole = not isinstance(self.model_wrapped, PipelinedModule)
-        has_more = getattr(
-            config, "output_router_logits", False
-        )  # A loss of its experts, unscaled.
+        # The loss of its experts is added to the mean as it is.
+        has_more = getattr(config, "output_router_logits", False)
         if counted is None or (is_whole and (self._divides or has_more)):
             # A number, because FSDP2 casts tensors to the precision of the computation.
             return call(*args, num_items_in_batch=float(num_items_in_batch), **kwargs)
@@ -341,7 +340,7 @@ class _Planned:
         return getattr(self, "loss_is_scaled_for_ga", None) is False
 
     def _count_labels(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-        """Return the number of labels that count, as the Trainer counts; None if not all do."""
+        """Return the number of labels that count, as the Trainer counts; None without labels."""
         labels = inputs.get("shift_labels", inputs.get("labels"))
         if not isinstance(labels, torch.Tensor) or not labels.dim():
             return None

@@ -1,4 +1,4 @@
-"""What losses of a Trainer need under a plan: labels that shift, the last stage, its rows."""
+"""Losses of a Trainer under a plan: shifted labels, shares of a mean, rows that do not count."""
 
 from __future__ import annotations
 

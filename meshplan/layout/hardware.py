@@ -144,8 +144,9 @@ OWN_FACTS: Final[Mapping[str, Callable[[str], float]]] = MappingProxyType(
     {"memory": parse_memory, "bf16": parse_count, "fp16": parse_count, "fp32": parse_count,
      "hbm": parse_bandwidth}
 )  # fmt: skip
-"""What may be stated of a GPU that the table lacks, and the function that reads it: its memory,
-operations per second by dtype, and the bandwidth of its memory."""
+"""The function that reads each fact of a GPU which the table lacks: its memory, operations per
+second by dtype, and the bandwidth of its memory."""
+_OWN_EXAMPLE: Final = "memory=48GB,bf16=181e12,hbm=960GB/s"
 _OWN_DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -177,22 +178,21 @@ def own_device(text: str, origin: Origin | None = None) -> Device:
     """
     given: dict[str, str] = {}
     values: dict[str, float] = {}
-    example = "memory=48GB,bf16=181e12,hbm=960GB/s"
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
         if key not in OWN_FACTS or key in given:
             what = f"gpu '{text}' has {'twice' if key in given else 'an unknown'} '{key}'"
-            fix = f"write {example}, with any of {', '.join(OWN_FACTS)}"
+            fix = f"write {_OWN_EXAMPLE}, with any of {', '.join(OWN_FACTS)}"
             raise SpecError(Problem(what, origin, fix))
         given[key] = value
         try:
             values[key] = OWN_FACTS[key](value)
         except ValueError as error:
             what = f"gpu '{text}': {key}: {error}"
-            raise SpecError(Problem(what, origin, f"write {example}")) from None
+            raise SpecError(Problem(what, origin, f"write {_OWN_EXAMPLE}")) from None
     if "memory" not in given:
         what = f"gpu '{text}' does not state its memory"
-        raise SpecError(Problem(what, origin, f"write {example}"))
+        raise SpecError(Problem(what, origin, f"write {_OWN_EXAMPLE}"))
     memory, rates = int(values["memory"]), _OWN_DTYPES.items()
     return Device(
         name=",".join(f"{key}={given[key]}" for key in OWN_FACTS if key in given),
@@ -248,7 +248,7 @@ def find_device(name: str, origin: Origin | None = None) -> Device:
             if close
             else "write a name that `meshplan gpus` lists, or"
         )
-        fix += " state its facts: memory=48GB,bf16=181e12,hbm=960GB/s"
+        fix += f" state its facts: {_OWN_EXAMPLE}"
     raise SpecError(Problem(what, origin, fix))
 
 

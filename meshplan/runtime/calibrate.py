@@ -68,12 +68,12 @@ class _TimedWork:
 def measure(*, large: bool | None = None) -> Timings:
     """Time this machine and, in a process group of several ranks, its collectives.
 
-    Each round runs every operation, and operations of different kinds take
-    turns, so that a disturbance, such as another process, does not hit all runs of one. On a CPU
-    the shortest time of an operation counts, because a disturbance only lengthens runs. The median
-    counts for collectives, which always compete with the ranks for cores, and for an accelerator,
-    which repeats each operation for `_BURST_S`: under load its clock rate goes up and down, as it
-    does in training.
+    Each round runs every operation, and operations of different kinds take turns, so that a
+    disturbance, such as another process, does not hit all runs of one. On a CPU the shortest time
+    of an operation counts, because a disturbance only lengthens runs. The median counts for
+    collectives, which always compete with the ranks for cores, and for an accelerator, which
+    repeats each operation for `_BURST_S`: under load its clock rate goes up and down, as it does in
+    training.
 
     Args:
         large: If True, use tensor sizes typical of training; if False, smaller ones. None means

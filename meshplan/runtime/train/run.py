@@ -111,7 +111,7 @@ class Run:
         self._accumulates = array("q")
         """Parts that the samples of a rank were cut into, of each step."""
         self._counted: int | None = None
-        """These parts of the step whose FLOPs and collectives were counted."""
+        """Number of parts in the step whose FLOPs and collectives were counted; None before it."""
         with guarded("Run"):
             if is_main():
                 self.folder.mkdir(parents=True, exist_ok=True)
