@@ -13,11 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.memory.answer.reserved import reserve_from_start
 from meshplan.memory.log.allocator import reserve
+from meshplan.memory.log.driver import with_workspaces
 from meshplan.memory.log.events import Event, EventLog, Storage, Term
 from meshplan.memory.log.first_step import with_first_step
 from meshplan.spec.reader import load_spec
+from tests.memory.test_analytic_stages import GPT2, QWEN, decided, plan_of
 
 MIB = 1 << 20
 SPEC = load_spec({"version": 1})
@@ -48,10 +51,13 @@ def test_states_take_the_place_of_activations() -> None:
     assert reserve_from_start(log, adagrad) == reserve(log)
 
 
-def test_a_workspace_is_born_after_the_first_product_of_its_thread() -> None:
+@pytest.mark.parametrize(
+    "ops", [("aten.add.Tensor", "aten.mm.default", "aten.addmm.default"), ("mmul", "mm", "addmm")]
+)
+def test_a_workspace_is_born_after_the_first_product_of_its_thread(ops: tuple[str, ...]) -> None:
+    """With operators named as by a trace, and as by a log that is computed from sizes."""
     storages = (Storage(Term.WORKSPACES), Storage(Term.WORKSPACES), Storage(Term.OPTIMIZER),
-                *[Storage(Term.ACTIVATIONS, op) for op in ("aten.add.Tensor", "aten.mm.default",
-                                                           "aten.addmm.default")])  # fmt: skip
+                *[Storage(Term.ACTIVATIONS, op) for op in ops])  # fmt: skip
     before = [Event(32 * MIB, 0, 0), Event(32 * MIB, 1, 0), Event(8, 2, 0)]
     forward = [Event(1, 3, 1), Event(2, 4, 1), Event(-1, 3, 1)]
     backward = [Event(3, 5, 2), Event(-2, 4, 2), Event(-3, 5, 2)]
@@ -61,6 +67,19 @@ def test_a_workspace_is_born_after_the_first_product_of_its_thread() -> None:
         *forward[:2], before[0], *forward[2:], *backward[:1], before[1], *backward[1:],
         before[2], *step, *forward, *backward, *step,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [QWEN, GPT2])
+def test_steps_computed_from_a_config_have_products_too(config: dict[str, Any]) -> None:
+    stages = plan_of("1F1B", batch={"micro": 8, "seq_len": 64})
+    log = with_workspaces(analytic_log_of_rank(decided(config, stages), 0, device="cuda"), "cuda")
+    changes = with_first_step(log).changes
+    births = [at for at, event in enumerate(changes) if event[1] >= len(log.storages) - 2]
+    for at in births:
+        before = log.storages[changes[at - 1][1]].op
+        assert before in ("mm", "addmm"), before
+    assert [log.phases[changes[at][2]] for at in births] == ["before", "before"]
+    assert len(births) == 2
 
 
 def test_a_step_without_states_stays_as_it_is() -> None:

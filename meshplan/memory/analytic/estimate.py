@@ -7,7 +7,7 @@ what wrappers and the optimizer allocate. A model or plan for which there are no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -40,6 +40,9 @@ from meshplan.units import format_gib
 
 _CROSS_ENTROPY: Final = "cross-entropy in float32 over the last dim of logits"
 
+Logs = MutableMapping[tuple[int, bool], EventLog]
+"""{(rank, whether its microbatches are summarised): log of the rank's step}."""
+
 
 @no_collection()
 def estimate_analytic(
@@ -54,6 +57,7 @@ def estimate_analytic(
     by_module: bool = False,
     stage_guess_bytes: Sequence[float] = (),
     played: Played | None = None,
+    logs: Logs | None = None,
 ) -> MemoryEstimate:
     """Estimate every rank's peak memory from the model's config, without importing torch.
 
@@ -74,6 +78,8 @@ def estimate_analytic(
             If empty, ranks of the last stages are replayed first, because they compute the loss,
             then those of the first stages, because they have the most microbatches in flight.
         played: Cache of the stages played for earlier plans; None for an empty cache.
+        logs: Cache of the ranks' logs, for plans that differ in nothing but the allocator setting;
+            None for no cache.
 
     Raises:
         PlanError: There are no rules for the model's ops, or for a feature of the plan.
@@ -88,9 +94,17 @@ def estimate_analytic(
     # Results for expandable segments, modules and compiled blocks are computed from logs. A search
     # asks for none of these, and needs only peaks.
     keeps_logs = try_expandable or by_module or bool(plan.assignment.compiled)
+
+    def write(rank: int, summarised: bool) -> EventLog:
+        if logs is None:
+            return _log_of(works, plan, rank, summarised=summarised)
+        if (rank, summarised) not in logs:
+            logs[rank, summarised] = _log_of(works, plan, rank, summarised=summarised)
+        return logs[rank, summarised]
+
     ranks = AnalyticRanks(
         [each[0] for each in groups],
-        lambda rank, summarised: _log_of(works, plan, rank, summarised=summarised),
+        write,
         ReplayCache(device, spec),  # Ranks of different stages may have equal events.
         summarised=works.summarised,
         only_summarised=works.only_summarised,
@@ -103,7 +117,7 @@ def estimate_analytic(
         places = [plan.mesh.index(ranks[0], ("pp",)) for ranks in groups]
         order.sort(key=lambda number: -stage_guess_bytes[places[number]])
     results = ranks.results(order)
-    logs = [each.log for each in results if each.log is not None]
+    kept = [each.log for each in results if each.log is not None]
     found = assemble_figures(
         plan,
         groups,
@@ -120,14 +134,14 @@ def estimate_analytic(
         ),
         notes=notes,
         error=[each.error for each in results],
-        least=[least_bytes(plan, log, device) for log in logs],
+        least=[least_bytes(plan, log, device) for log in kept],
     )
     if try_expandable:
         found = with_packed(
             found, plan, [each.replayed for each in results if each.replayed is not None]
         )
     if by_module:
-        found = with_modules(found, plan, logs)
+        found = with_modules(found, plan, kept)
     return found
 
 

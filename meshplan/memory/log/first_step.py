@@ -17,8 +17,9 @@ from operator import itemgetter
 from meshplan.memory.log.events import Change, EventLog, Term
 
 _LATE = frozenset({Term.OPTIMIZER, Term.WORKSPACES})
-_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
-"""Beginnings of the names of the operators that call cuBLAS."""
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+"""Names of the operators that call cuBLAS, as logs computed from sizes have them. Traces write
+"aten.mm.default"."""
 _PHASE = itemgetter(2)
 
 
@@ -58,7 +59,9 @@ def _births(
 ) -> Mapping[int, list[Change]]:
     """Return the births of states and workspaces by the number of events that come before them."""
     found: dict[int, list[Change]] = {}
-    threads = [_first_product(log, step, in_backward) for in_backward in (False, True)]
+    is_product = {op: _is_product(op) for op in {storage.op for storage in log.storages}}
+    makes = [is_product[storage.op] for storage in log.storages]
+    threads = [_first_product(log, step, makes, in_backward) for in_backward in (False, True)]
     is_last = log.phases[-1] == "step"
     optimizer = bisect_left(step, len(log.phases) - 1, key=_PHASE) if is_last else len(step)
     for event in late:
@@ -67,15 +70,28 @@ def _births(
     return found
 
 
-def _first_product(log: EventLog, step: Sequence[Change], in_backward: bool) -> int:
-    """Return the number of events up to the first product of a thread; 0 if there is none."""
+def _is_product(op: str) -> bool:
+    return op.removeprefix("aten.").partition(".")[0] in _PRODUCTS
+
+
+def _first_product(
+    log: EventLog, step: Sequence[Change], makes: Sequence[bool], in_backward: bool
+) -> int:
+    """Return the number of events up to the first product of a thread; 0 if there is none.
+
+    Args:
+        log: The log of the step.
+        step: Its events, without those before the step.
+        makes: For each storage, True if an operator that calls cuBLAS makes it.
+        in_backward: True for the thread that runs backward.
+    """
     for phase, name in enumerate(log.phases):
         if (name == "backward") is not in_backward:
             continue
         begin, end = (bisect_left(step, at, key=_PHASE) for at in (phase, phase + 1))
         for at in range(begin, end):
             delta, number, _ = step[at]
-            if delta > 0 and log.storages[number].op.startswith(_PRODUCTS):
+            if delta > 0 and makes[number]:
                 return at + 1  # cuBLAS allocates after the operator has allocated its result.
     return 0
 

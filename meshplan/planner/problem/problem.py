@@ -14,7 +14,7 @@ from meshplan.cost.profile import Profile, measured_for, profile_of
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem, check_all
 from meshplan.layout.mesh import order_of
-from meshplan.memory.analytic.estimate import estimate_analytic
+from meshplan.memory.analytic.estimate import Logs, estimate_analytic
 from meshplan.memory.analytic.ranks import ERROR, OverError
 from meshplan.memory.answer.estimate import RESERVED_ERROR, MemoryEstimate
 from meshplan.memory.decoder.sizes import shape_of
@@ -259,7 +259,7 @@ class PlanningProblem:
     @cached_property
     def profile(self) -> Profile:
         """Speeds of the machine: measured ones, or those of the code and device that are stated."""
-        measured, dtype = self.request.profile, self._compute_dtype
+        measured, dtype = self.request.profile, self.spec.precision.param or self.dtype
         try:
             if measured is None:
                 return profile_of(self.request.cluster, self.spec.profile, dtype)
@@ -267,10 +267,6 @@ class PlanningProblem:
         except PlanError as error:
             at = self.spec.origin("hardware")
             raise PlanError([replace(each, origin=at) for each in error.problems]) from None
-
-    @property
-    def _compute_dtype(self) -> str:
-        return self.spec.precision.param or self.dtype
 
     def samples(self, row: int) -> int:
         """Return the samples of a step, summed over ranks, of configuration `grid[row]`."""
@@ -346,28 +342,35 @@ class PlanningProblem:
         if not to_the_end and bound is not None and bound.is_over:  # With any allocator.
             return ReplayedMemory(fits=False, excess_bytes=bound.least_bytes)
         found: list[ReplayedMemory] = []
+        logs: Logs = {}
         for allocator in allocators or self.free.allocators:
             key = candidate.row, candidate.ends, candidate.option_counts, to_the_end, allocator
             if key not in self._known:
-                self._known[key] = self._measure(table, candidate, allocator, to_the_end)
+                self._known[key] = self._measure(table, candidate, allocator, logs, to_the_end)
             found.append(self._known[key])
             if found[-1].fits:
                 return found[-1]
         return min(found, key=lambda each: each.excess_bytes)
 
     def _measure(
-        self, table: CostTable, candidate: Candidate, allocator: Allocator, to_the_end: bool
+        self,
+        table: CostTable,
+        candidate: Candidate,
+        allocator: Allocator,
+        logs: Logs,
+        to_the_end: bool,
     ) -> ReplayedMemory:
         """Estimate a candidate's memory with one allocator setting.
 
-        Unless `to_the_end`, stop as soon as a rank exceeds the limit.
+        Unless `to_the_end`, stop as soon as a rank exceeds the limit. `logs` caches the candidate's
+        logs, which are the same with every allocator setting.
         """
         request, stated = self.request, self.stated(table, candidate, allocator)
         try:
             plan = self._decided(request.read(overrides(stated)))
             links = self._truncated.links(plan)
             most = float("inf") if to_the_end else self.capacity - links
-            memory = self._memory(plan, most, candidate)
+            memory = self._memory(plan, most, candidate, logs)
         except OverError as over:
             linear = candidate.linear_bytes[plan.mesh.index(over.rank, ("pp",))]
             excess = over.reserved_bytes + links - linear
@@ -410,7 +413,7 @@ class PlanningProblem:
         kinds = self.chain_at(1).kinds
         return self._traced is None or sum(kind.has_options for kind in kinds) < 2
 
-    def _memory(self, plan: Plan, most: float, candidate: Candidate) -> MemoryEstimate:
+    def _memory(self, plan: Plan, most: float, candidate: Candidate, logs: Logs) -> MemoryEstimate:
         if self._traced is not None:
             return self._traced.memory(plan, most)
         return estimate_analytic(
@@ -421,6 +424,7 @@ class PlanningProblem:
             try_expandable=False,
             stage_guess_bytes=candidate.linear_bytes,
             played=self._truncated.played,
+            logs=logs,
         )
 
     def certified(self, evaluated: Evaluated) -> Evaluated | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,10 @@ from meshplan.planner.solve.config import Candidate
 from meshplan.spec.spec import Allocator
 
 Stages = Sequence[Sequence[BlockChoice]]
+
+_MOST_KEPT: Final = 6
+"""Number of ranks' logs that are cached: of the three ranks of a candidate, and of the smallest
+candidate of its configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,7 @@ class TruncatedEstimate:
         """Linear bytes by rank of candidates not proved to exceed the capacity, by (index of the
         configuration, capacity)."""
         self.played = Played()
+        self._of_ranks: dict[tuple[object, ...], tuple[Plan, TruncatedBound] | None] = {}
 
     def links(self, plan: Plan) -> float:
         """Return the bytes that a plan's communicators use, on the scale of linear bytes."""
@@ -180,17 +185,17 @@ class TruncatedEstimate:
         if key not in self._seen or (
             lacks and not (skips_guess_if_over and seen is not None and seen.is_over)
         ):
-            linear = candidate.linear_bytes
             found = self._seen[key] = self._bound(
                 row,
                 stages,
-                linear,
+                candidate,
                 capacity,
                 guesses=guesses,
                 skips_guess_if_over=skips_guess_if_over,
             )
             if found is not None and not found.is_over:
-                self._under.setdefault((candidate.row, capacity), []).append(linear)
+                under = self._under.setdefault((candidate.row, capacity), [])
+                under.append(candidate.linear_bytes)
         return self._seen[key]
 
     def _holds_less(self, candidate: Candidate, capacity: float) -> bool:
@@ -207,7 +212,7 @@ class TruncatedEstimate:
         self,
         row: np.void,
         stages: Stages,
-        linear: Sequence[float],
+        candidate: Candidate,
         capacity: float,
         *,
         guesses: bool,
@@ -215,10 +220,9 @@ class TruncatedEstimate:
     ) -> TruncatedFigures | None:
         """Bound and guess a candidate's excess bytes rank by rank, up to a rank that does not fit.
 
-        Args and result are those of `bound`; `linear` are the candidate's linear bytes by rank.
+        Args and result are those of `bound`.
         """
-        shorter, device = self._request.shorter, self._request.device
-        assert shorter is not None
+        linear = candidate.linear_bytes
         num_ranks = len(linear)
         fullest = max(range(num_ranks), key=linear.__getitem__)
         stage_guess_bytes: dict[Allocator, float] = {}
@@ -226,19 +230,13 @@ class TruncatedEstimate:
         # Examine the rank with the most linear bytes first, then the first and the last rank, which
         # have the modules outside the blocks.
         for place in dict.fromkeys((fullest, 0, num_ranks - 1)):
-            short = shorten(
-                stages, place, shorter, num_ranks=num_ranks, kind_of_block=self._kind_of_block
-            )
-            if short is None:
-                continue
             try:
-                plan = self._plan(row, short.stages, short.graph)
-                rank = place * (plan.mesh.world_size // num_ranks)  # pp goes outermost.
-                bound = TruncatedBound(
-                    analytic_log_of_rank(plan, rank, device=device, played=self.played), short
-                )
+                found = self._bound_of_rank(row, stages, candidate, place)
             except MeshplanError:
                 return None  # The full estimate will report the error.
+            if found is None:
+                continue
+            plan, bound = found
             extra = self.links(plan) - linear[place]
             least = bound.least_bytes + extra
             is_over = least + linear[place] > capacity
@@ -246,12 +244,39 @@ class TruncatedEstimate:
             if asks:
                 for each in self._allocators:
                     spec = replace(plan.spec, allocator=each)
-                    guess = max(bound.likely_bytes(device, spec) + extra, least)
+                    guess = max(bound.likely_bytes(self._request.device, spec) + extra, least)
                     stage_guess_bytes[each] = max(guess, stage_guess_bytes.get(each, guess))
             if is_over:
                 return TruncatedFigures(least, stage_guess_bytes, True)
             is_known = True
         return TruncatedFigures(0.0, stage_guess_bytes, False) if is_known else None
+
+    def _bound_of_rank(
+        self, row: np.void, stages: Stages, candidate: Candidate, place: int
+    ) -> tuple[Plan, TruncatedBound] | None:
+        """Return the plan of a truncated model and the bound of one rank; None if there is none.
+
+        The last few are cached: a candidate is first bounded, and then guessed if it may fit.
+        """
+        key = candidate.row, candidate.ends, candidate.option_counts, place
+        if key not in self._of_ranks:
+            shorter, num_ranks = self._request.shorter, len(candidate.linear_bytes)
+            assert shorter is not None
+            short = shorten(
+                stages, place, shorter, num_ranks=num_ranks, kind_of_block=self._kind_of_block
+            )
+            found = None
+            if short is not None:
+                plan = self._plan(row, short.stages, short.graph)
+                rank = place * (plan.mesh.world_size // num_ranks)  # pp goes outermost.
+                log = analytic_log_of_rank(
+                    plan, rank, device=self._request.device, played=self.played
+                )
+                found = plan, TruncatedBound(log, short)
+            while len(self._of_ranks) >= _MOST_KEPT:
+                del self._of_ranks[next(iter(self._of_ranks))]
+            self._of_ranks[key] = found
+        return self._of_ranks[key]
 
     def _plan(self, row: np.void, stages: Stages, graph: ModelGraph) -> Plan:
         return make_plan(self._request.read(overrides(self._stated(row, stages))), graph)
