@@ -145,9 +145,10 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
         "Planning": {
             "profile": (
-                "the code that runs the step, by whose published runs its seconds are estimated: "
-                "`torchtitan`, `torchtitan-compiled`, `llm-foundry`, `megatron`, `deepspeed`, "
-                "`nanotron`, `kempnerforge`, or `generic`, typical shares of a GPU's datasheet"
+                "the code that runs the step, by whose runs its seconds are estimated: `hf-eager` "
+                "(a model of transformers, not compiled), `torchtitan`, `torchtitan-compiled`, "
+                "`llm-foundry`, `megatron`, `deepspeed`, `nanotron`, `kempnerforge`, or `generic`, "
+                "typical shares of a GPU's datasheet"
             ),
             "solve.objective": (
                 "what `meshplan plan` minimizes: `time`, `memory`, `cost`, or `balanced`, which is "

@@ -36,8 +36,8 @@ STRATEGY_WORDS: Mapping[str, str] = MappingProxyType(
 """The canonical name of a strategy, by each of its spellings in lower case."""
 
 PROFILES: Final = (
-    "generic", "torchtitan", "torchtitan-compiled", "llm-foundry", "megatron", "deepspeed",
-    "nanotron", "kempnerforge",
+    "generic", "hf-eager", "torchtitan", "torchtitan-compiled", "llm-foundry", "megatron",
+    "deepspeed", "nanotron", "kempnerforge",
 )  # fmt: skip
 """Code that may run a step, by which seconds are estimated; the default comes first. Constants of
 the others are in `cost/profiles.json`."""

@@ -87,6 +87,11 @@ class Case:
         """The model, whatever of it one rank has."""
         return self.work[1], self.work[-1]
 
+    @property
+    def model(self) -> tuple[int, int]:
+        """Layers and width: what makes another model of one with other features as well."""
+        return self.work[1].layers, self.work[1].hidden
+
 
 def shape_of_row(model: Mapping[str, Any], **more: Any) -> Shape:
     heads = model["heads"]

@@ -64,7 +64,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
 
 
 def _runs(profile: Profile) -> dict[str, Any] | None:
-    """Return the published runs behind a profile; None for generic and measured constants."""
+    """Return the runs behind a profile; None for generic and measured constants."""
     runs = runs_of(profile.framework, profile.device)
     return (
         None
@@ -246,7 +246,7 @@ def _speed(decision: Decision, chosen: Evaluated) -> list[str]:
         off, most = runs["left_out"]["median"], runs["left_out"]["p90"]
         text = (
             f"        by {kind} for {profile.framework}: with them, its {runs['num_runs']:,} "
-            f"published runs on {where} of models left out of the fit are {off:.1%} off in the "
+            f"runs on {where} of models left out of the fit are {off:.1%} off in the "
             f"median, 90% of them at most {most:.1%}"
         )
         lines += wrapped(text, 8)
