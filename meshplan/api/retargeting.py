@@ -1,4 +1,4 @@
-"""`meshplan.retarget`: search a plan for other hardware and compare it with the existing plan."""
+"""Plans for other hardware: `meshplan.retarget`, and `meshplan plan --what-if`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any, Unpack
 
 from meshplan.api import checking, planning
 from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
-from meshplan.errors import Origin, Problem, SpecError
+from meshplan.cost.profile import framework_of
+from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.plan.plan import Plan
 from meshplan.planner.answers.difference import PlanDifference, figures_of
 from meshplan.planner.answers.reshard import Reshard, reshard
-from meshplan.planner.problem.decision import Decision
+from meshplan.planner.answers.what_if import WhatIf
+from meshplan.planner.lock.lock import overrides as overrides_of
+from meshplan.planner.problem.decision import Decision, Evaluated
 from meshplan.shown import shown
+from meshplan.units import format_gib
 
 _HARDWARE = (
     "nodes", "gpus_per_node", "gpu", "memory", "host_memory", "intra", "inter", "headroom",
@@ -68,11 +72,11 @@ def retarget(
     if not words:
         what = "no changed hardware field is given"
         raise SpecError(Problem(what, Origin("hardware"), 'pass "nodes=4,gpu=h200", for example'))
-    settings = retarget_settings(words)
     source = source_of(plan, overrides, **given)
     if old is None:
         old = checking.decide(source)
-    decision = planning.search_plan(source.with_overrides(settings), report=report)
+    there = on_other_hardware(source, old, words)
+    decision = planning.search_plan(there, report=report)
     if decision.chosen is None:
         return Retarget(decision=decision, difference=None, moved=None)
     new = decision.chosen.plan
@@ -88,11 +92,70 @@ def retarget(
     )
 
 
-def retarget_settings(words: str) -> list[str]:
+def what_if(
+    source: Source,
+    chosen: Evaluated,
+    words: str,
+    *,
+    report: Callable[[str], None] = lambda text: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> WhatIf:
+    """Estimate a chosen plan on other hardware, and search the best plan there.
+
+    Args:
+        source: The question that the planner answered.
+        chosen: Its answer.
+        words: The changed fields, such as "gpu=b200".
+        report: Called with a line for each better plan.
+        is_stopped: Asked regularly; if it returns True, the search ends with the best plan so far.
+
+    Raises:
+        SpecError: A field is not one of `hardware`.
+    """
+    other = on_other_hardware(source, chosen.plan, words, "--what-if")
+
+    def searched(of: Source, none: str) -> tuple[Evaluated | None, str]:
+        try:
+            found = planning.search_plan(of, report=report, is_stopped=is_stopped)
+        except MeshplanError as error:
+            return None, error.problems[0].what
+        late = "" if found.is_whole else ", as far as was searched"
+        return found.chosen, "" if found.chosen else f"{none} {format_gib(found.limit_bytes)}{late}"
+
+    same, why = searched(other.with_overrides(overrides_of(chosen.stated)), "does not fit into")
+    anew, why_not = searched(other, "nothing fits into")
+    return WhatIf(hardware=words, same=same, why=why, anew=anew, why_not=why_not)
+
+
+def on_other_hardware(source: Source, plan: Plan, words: str, flag: str = "--retarget") -> Source:
+    """Return the question about other hardware.
+
+    Seconds there are estimated by the constants of the same code, so that what differs is the
+    hardware.
+
+    Args:
+        source: The question about the hardware that the plan file states.
+        plan: The plan for that hardware.
+        words: The changed fields, such as "nodes=4,gpu=h200".
+        flag: The flag that they were given by, for an error.
+
+    Raises:
+        SpecError: A field is not one of `hardware`.
+    """
+    hardware = plan.spec.hardware
+    gpu = hardware.gpu if hardware is not None else None
+    settings = retarget_settings(words, flag)
+    if source.profile is None:
+        settings.append(f"profile={framework_of(plan.spec, plan.graph, gpu or '')}")
+    return source.with_overrides(settings)
+
+
+def retarget_settings(words: str, flag: str = "--retarget") -> list[str]:
     """Return the overrides that change the hardware, such as ["hardware.nodes=4"].
 
     Args:
         words: The changed fields, such as "nodes=4,gpu=h200".
+        flag: The flag that they were given by, for an error.
 
     Raises:
         SpecError: A field is not one of `hardware`.
@@ -103,6 +166,6 @@ def retarget_settings(words: str) -> list[str]:
         if not equals or name not in _HARDWARE:
             what = f"'{word}' does not set a hardware field"
             fix = f"write {', '.join(f'{each}=...' for each in _HARDWARE)}"
-            raise SpecError(Problem(what, Origin("--retarget"), fix))
+            raise SpecError(Problem(what, Origin(flag), fix))
         out.append(f"hardware.{name}={value}")
     return out

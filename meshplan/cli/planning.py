@@ -62,6 +62,14 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
         "--retarget", metavar="HW", help="plan for other hardware: nodes=4,gpu=h200"
     )
     parser.add_argument(
+        "--what-if",
+        metavar="HW",
+        action="append",
+        default=[],
+        help="also estimate the plan on other hardware, and plan anew there: gpu=b200; may be "
+        "repeated",
+    )
+    parser.add_argument(
         "--frontier",
         action="store_true",
         help="also list the fastest plans for less and less memory",
@@ -83,18 +91,26 @@ def _plan(args: argparse.Namespace) -> int:
 
     old = None
     flags = _PlanFlags(args)
+    for words in args.what_if:  # A search is not lost to a typing error.
+        from meshplan.api.retargeting import retarget_settings
+
+        _ = flags.source.with_overrides(retarget_settings(words, "--what-if")).spec
     if args.retarget is not None and (args.tokens or args.days):
         what = "--retarget plans for given nodes, but --tokens and --days search their number"
         fix = "leave --retarget out, or --tokens and --days"
         raise SpecError(Problem(what, Origin("--retarget"), fix))
+    if args.what_if and (args.tokens or args.days):
+        what = "--what-if is asked of a plan for given nodes, but --tokens and --days search them"
+        fix = "leave --what-if out, or --tokens and --days"
+        raise SpecError(Problem(what, Origin("--what-if"), fix))
     if args.retarget is not None:
-        from meshplan.api.retargeting import retarget_settings
+        from meshplan.api.retargeting import on_other_hardware, retarget_settings
 
         settings = retarget_settings(args.retarget)
         old = checking.decide(replace(flags.source, overrides=tuple(args.set)))
         known = {} if args.set or args.profile else planning.figures_of_lock(flags.path, old)
         args.set = [*args.set, *settings]
-        flags.source = flags.source.with_overrides(settings)
+        flags.source = on_other_hardware(flags.source, old, args.retarget)
     if args.tokens is not None or args.days is not None:
         return _plan_training(flags)
     with until_interrupted() as is_stopped:
@@ -134,7 +150,27 @@ def _plan(args: argparse.Namespace) -> int:
         moved = reshard(old, decision.chosen.plan)
         more["retarget"] = retarget_to_json(found, moved)
         lines += ["", *retarget_to_text(found, moved)]
+    if args.what_if:
+        more["what_if"], text = _what_if(flags, decision)
+        lines += text
     return _print_plan(flags, decision, more, lines, is_interrupted=is_stopped())
+
+
+def _what_if(flags: _PlanFlags, decision: Decision) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the answers to `--what-if`, as JSON and as lines of text."""
+    from meshplan.api.retargeting import what_if
+    from meshplan.render.plans.retarget import what_if_to_json, what_if_to_text
+
+    assert decision.chosen is not None
+    found, lines = [], list[str]()
+    for words in flags.args.what_if:
+        with until_interrupted() as is_stopped:
+            told = what_if(
+                flags.source, decision.chosen, words, report=flags.report, is_stopped=is_stopped
+            )
+        found.append(what_if_to_json(told))
+        lines += ["", *what_if_to_text(told, decision.chosen)]
+    return found, lines
 
 
 def _plan_training(flags: _PlanFlags) -> int:

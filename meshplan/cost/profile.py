@@ -17,10 +17,12 @@ from typing import Any, Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.hardware import Cluster, devices, own_fact
+from meshplan.model.graph import ModelGraph
 from meshplan.shown import shown
-from meshplan.spec.spec import PROFILES
+from meshplan.spec.spec import PROFILES, Spec
 
 _FILE: Final = Path(__file__).with_name("profiles.json")
+_EAGER: Final = "hf-eager"
 
 HOST_BYTES_PER_S: Final = 60e9
 """Memory bandwidth that the processors of one node reach together, in bytes per second.
@@ -154,6 +156,30 @@ def fitted() -> Mapping[tuple[str, str | None], Mapping[str, Any]]:
 def runs_of(framework: str, device: str) -> Mapping[str, Any] | None:
     """Return the entry of `profiles.json` for a framework on a device; None if it has no runs."""
     return fitted().get((framework, device)) or fitted().get((framework, None))
+
+
+def framework_of(spec: Spec, graph: ModelGraph, device: str) -> str:
+    """Return the name in `PROFILES` of the code that runs a plan's step.
+
+    Without a statement of the plan, it follows from the model: modules of transformers run eagerly
+    under the wrappers of meshplan, as the runs of hf-eager did. On a GPU that those runs did not
+    have, their error is not known, and published H100 runs are slower: there, and for other models,
+    the constants are generic.
+
+    Args:
+        spec: The plan's spec.
+        graph: The model.
+        device: Name of the GPU.
+    """
+    if spec.profile is not None:
+        return spec.profile
+    runs = fitted()[_EAGER, None]
+    own = (each.dtype for each in graph.tensors.values() if not each.is_buffer)
+    dtype = spec.precision.param or next(own, "")
+    types = (module.qualified_type for module in graph.modules.values())
+    is_known = device in runs["devices"] and dtype == runs["dtype"] and not spec.compile
+    is_eager = is_known and any(each.startswith("transformers.") for each in types)
+    return _EAGER if is_eager else PROFILES[0]
 
 
 def profile_of(cluster: Cluster, framework: str = PROFILES[0], dtype: str = "bfloat16") -> Profile:

@@ -80,7 +80,11 @@ KEYS: Final[tuple[PlanKey, ...]] = (
     PlanKey("clip_grad_norm", _word(_SPEC.clip_grad_norm)),
     PlanKey("optimizer", _SPEC.optimizer),
     PlanKey("allocator", _SPEC.allocator, True),
-    PlanKey("profile", _SPEC.profile),
+    PlanKey(
+        "profile",
+        "hf-eager for a model of transformers on a GPU that its runs had, in their dtype and not "
+        "compiled; else generic",
+    ),
     PlanKey("solve.objective", OBJECTIVE),
     PlanKey("solve.time_limit", f"{TIME_LIMIT_S:g}s"),
     PlanKey("solve.keep", f"{KEEP}"),

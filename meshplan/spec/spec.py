@@ -39,8 +39,8 @@ PROFILES: Final = (
     "generic", "hf-eager", "torchtitan", "torchtitan-compiled", "llm-foundry", "megatron",
     "deepspeed", "nanotron", "kempnerforge",
 )  # fmt: skip
-"""Code that may run a step, by which seconds are estimated; the default comes first. Constants of
-the others are in `cost/profiles.json`."""
+"""Code that may run a step, by which seconds are estimated. Constants of all but the first are in
+`cost/profiles.json`."""
 
 PRECISION_WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -343,7 +343,8 @@ class Spec:
             another; 1 computes all tokens at once.
         allocator: "expandable" if the CUDA allocator uses expandable segments
             (`expandable_segments`), so that freed memory is merged again.
-        profile: Name of the constants from which seconds are estimated, of `PROFILES`.
+        profile: Name of the constants from which seconds are estimated, of `PROFILES`; None to
+            choose by the model (`cost.profile.framework_of`).
         ddp: Keyword arguments for DistributedDataParallel that the format supports.
         origins: The place where each value was stated, by dotted path ("rules[0].place.tp").
         source: The file's name for messages.
@@ -375,7 +376,7 @@ class Spec:
     optimizer: str = "adamw"
     allocator: Allocator | Auto = "default"
     # Not in `repr`, of which `lock.spec_hash` hashes what earlier versions had.
-    profile: str = field(default=PROFILES[0], repr=False)
+    profile: str | None = field(default=None, repr=False)
     solve: Mapping[str, Any] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)

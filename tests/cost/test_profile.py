@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from meshplan.cost.profile import GENERIC, fitted, profile_of, without
+from meshplan.cost.profile import GENERIC, fitted, framework_of, profile_of, without
 from meshplan.errors import PlanError
 from meshplan.layout.hardware import Cluster, Device, Link, devices, find_device
+from meshplan.model.blueprint import from_config
+from meshplan.spec.reader import load_spec
 from meshplan.spec.spec import PROFILES
 from tests.bench import fit_profiles, published, published_time
 from tests.bench.fit_profiles import FEWEST, Fit, bounds_of, least_squares, left_out, select
 from tests.bench.mapping import SkipError
 from tests.bench.time_mapping import case_of
 
+ROOT = Path(__file__).resolve().parents[2]
 H100, A100 = find_device("h100-sxm-80gb"), find_device("a100-sxm-80gb")
 EIGHT = Cluster(device=H100, nodes=1, gpus_per_node=8)
 
@@ -235,3 +239,23 @@ def test_the_bench_writes_what_was_asked(tmp_path, capsys):
     assert "memory" not in told
     assert len(told["time"]["rows"]) == 2
     assert "seconds of a step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes", "framework"),
+    [
+        ("h200-sxm-141gb", {}, "hf-eager"),
+        ("h200-sxm-141gb", {"profile": "generic"}, "generic"),
+        ("h200-sxm-141gb", {"compile": True}, "generic"),
+        ("h200-sxm-141gb", {"precision": "32-true"}, "generic"),
+        ("h100-sxm-80gb", {}, "generic"),  # Its runs had another GPU.
+        ("h100-sxm-80gb", {"profile": "hf-eager"}, "hf-eager"),
+    ],
+)
+def test_a_model_of_transformers_has_the_constants_of_its_runs(gpu, changes, framework):
+    spec = load_spec({"version": 1, "precision": "bf16-mixed", **changes})
+    graph = from_config(ROOT / "plans/models/llama-3.1-8b.json")
+    assert framework_of(spec, graph, gpu) == framework
+    root = replace(graph.modules[""], qualified_type="mine.Llama")
+    own = replace(graph, modules={"": root})
+    assert framework_of(spec, own, gpu) == changes.get("profile", "generic")

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from meshplan.assign.base.types import Stages
-from meshplan.cost.profile import Profile
+from meshplan.cost.profile import Profile, framework_of
 from meshplan.errors import MeshplanError
 from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.plan.plan import Plan
@@ -251,7 +251,8 @@ def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
     yield "compile", bool(a.compiled)
     yield "clip_grad_norm", spec.clip_grad_norm
     yield "allocator", spec.allocator
-    yield "profile", spec.profile
+    gpu = spec.hardware.gpu if spec.hardware is not None else None
+    yield "profile", framework_of(spec, plan.graph, gpu or "")
 
 
 def _size(name: str, value: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.grid import cuts_of
-from meshplan.cost.profile import Profile, measured_for, profile_of
+from meshplan.cost.profile import Profile, framework_of, measured_for, profile_of
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem, check_all
 from meshplan.layout.mesh import order_of
@@ -258,12 +258,14 @@ class PlanningProblem:
 
     @cached_property
     def profile(self) -> Profile:
-        """Speeds of the machine: measured ones, or those of the code and device that are stated."""
+        """Speeds of the machine: measured ones, or those of its device and the code that runs."""
         measured, dtype = self.request.profile, self.spec.precision.param or self.dtype
+        cluster = self.request.cluster
         try:
-            if measured is None:
-                return profile_of(self.request.cluster, self.spec.profile, dtype)
-            return measured_for(measured, self.request.cluster, dtype)
+            if measured is not None:
+                return measured_for(measured, cluster, dtype)
+            framework = framework_of(self.spec, self._graph, cluster.device.name)
+            return profile_of(cluster, framework, dtype)
         except PlanError as error:
             at = self.spec.origin("hardware")
             raise PlanError([replace(each, origin=at) for each in error.problems]) from None
@@ -391,12 +393,8 @@ class PlanningProblem:
         if words_of(evaluated) in self._over:
             return ReplayedMemory(fits=False, why=OVER, is_of_row=False)
         self.measured.append(evaluated)
-        return ReplayedMemory(
-            fits=memory.fits is True,
-            excess_bytes=excess,
-            result=evaluated,
-            is_of_row=self._is_of_row,
-        )
+        fits = memory.fits is True
+        return ReplayedMemory(fits, excess, result=evaluated, is_of_row=self._is_of_row)
 
     def _decided(self, spec: Spec) -> Plan:
         """Return the plan that a spec without open fields declares for the model."""

@@ -19,7 +19,7 @@ from meshplan.cost.grid import (
     RECOMPUTE,
     SCHEDULE_WORDS,
 )
-from meshplan.cost.profile import Profile, measured_for, profile_of, without
+from meshplan.cost.profile import Profile, framework_of, measured_for, profile_of, without
 from meshplan.cost.step import Array, Terms, terms
 from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
@@ -92,7 +92,9 @@ class Costed:
         self.profile = (
             measured_for(profile, cluster, dtype)
             if profile is not None
-            else profile_of(cluster, plan.spec.profile, dtype)
+            else profile_of(
+                cluster, framework_of(plan.spec, plan.graph, cluster.device.name), dtype
+            )
         )
         self.row = plan_as_config(plan)
 

@@ -1,4 +1,4 @@
-"""Output of `meshplan plan --retarget`: the existing plan and a plan for other hardware."""
+"""Output of `meshplan plan --retarget` and `--what-if`: plans for other hardware."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from typing import Any
 
 from meshplan.planner.answers.difference import PlanDifference
 from meshplan.planner.answers.reshard import Reshard
-from meshplan.render.base.text import columns
+from meshplan.planner.answers.what_if import WhatIf
+from meshplan.planner.problem.decision import Evaluated
+from meshplan.render.base.text import columns, packed, wrapped
 from meshplan.render.plans.difference import difference_to_json, difference_to_text
-from meshplan.units import format_bytes
+from meshplan.render.plans.layouts import other_lines
+from meshplan.units import format_bytes, format_step
 
 
 def retarget_to_json(found: PlanDifference, moved: Reshard) -> dict[str, Any]:
@@ -23,6 +26,56 @@ def retarget_to_json(found: PlanDifference, moved: Reshard) -> dict[str, Any]:
             "most_rank": moved.most_rank,
         },
     }
+
+
+def what_if_to_json(found: WhatIf) -> dict[str, Any]:
+    """Return an entry of `result.what_if` of schema plan/1: the plan there, and the best one."""
+    best = found.anew
+    return {
+        "hardware": found.hardware,
+        "same": None if found.same is None else _figures(found.same),
+        "why": found.why,
+        "anew": None if best is None else {**_figures(best), "chosen": dict(best.stated)},
+        "why_not": found.why_not,
+    }
+
+
+def _figures(evaluated: Evaluated) -> dict[str, Any]:
+    memory = evaluated.memory
+    return {
+        "step_s": evaluated.seconds,
+        "expected_bytes": memory.worst.peak.total_bytes,
+        "peak_bytes": memory.worst.band[1],
+        "limit_bytes": memory.limit_bytes,
+    }
+
+
+def what_if_to_text(found: WhatIf, chosen: Evaluated) -> list[str]:
+    """Return the lines of an answer.
+
+    Args:
+        found: The chosen plan on other hardware.
+        chosen: The plan on the hardware that the plan file states.
+    """
+
+    def line(name: str, evaluated: Evaluated | None, why: str) -> str:
+        if evaluated is None:
+            return f"  {name}  {why}"
+        share = evaluated.seconds / chosen.seconds - 1
+        return (
+            f"  {name}  {format_step(evaluated.seconds)} a step ({share:+.1%}), "
+            f"{evaluated.memory.size}"
+        )
+
+    best = found.anew
+    lines = [
+        f"what if {found.hardware}",
+        *wrapped(line("this plan   ", found.same, found.why), 16),
+        *wrapped(line("planned anew", best, found.why_not), 16),
+    ]
+    if best is not None:
+        lines += packed(" " * 16, [*other_lines(best, chosen)])
+    return lines
 
 
 def retarget_to_text(found: PlanDifference, moved: Reshard) -> list[str]:
