@@ -178,7 +178,10 @@ def _of_search(source: Source, args: argparse.Namespace) -> Picture:
     from meshplan.api.planning import search_plan
     from meshplan.pictures.main import draw_decision
 
-    decision = search_plan(source, report=noting(args))
+    report = noting(args)
+    decision = search_plan(source, report=report)
+    if note := decision.profile.note:
+        report(note)
     for flag in ("module", "rank", "bytes"):
         if getattr(args, flag) is not None:
             what = f"the picture of {args.what} takes no --{flag}"

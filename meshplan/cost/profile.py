@@ -113,6 +113,16 @@ class Profile:
     num_runs: int = 0
 
     @property
+    def note(self) -> str:
+        """What a reader of seconds has to know: whose constants they are by, and what was assumed.
+
+        "" for generic constants, of links that the plan states.
+        """
+        whose = f" by constants for {self.framework}" if self.framework in PROFILES else ""
+        assumed = f" assuming {self.assumed_network}" if self.assumed_network else ""
+        return f"step times are estimated{whose}{assumed}" if whose or assumed else ""
+
+    @property
     def is_fitted(self) -> bool:
         """True if the constants were fitted to runs or timings."""
         return self.residual is not None

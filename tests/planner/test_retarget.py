@@ -47,7 +47,7 @@ def test_what_if_is_the_same_plan_there_and_the_best_one_there(job, capsys):
     assert code == 0
     there, less = found["what_if"]
     chosen = planning.search_plan(path)
-    # By the same constants: without them an H200 would have its own, of steps that were timed there.
+    # By the same constants: else an H200 would have its own, of steps that were timed there.
     alike = ["hardware.gpu=h200", "profile=generic"]
     same = planning.search_plan(path, [*overrides(chosen.chosen.stated), *alike])
     best = planning.search_plan(path, alike)
@@ -65,6 +65,25 @@ def test_what_if_is_the_same_plan_there_and_the_best_one_there(job, capsys):
 
 def found_limit(decision):
     return decision.chosen.memory.limit_bytes
+
+
+def test_every_verb_with_seconds_says_whose_they_are(job, capsys):
+    path = job(hardware={**HARDWARE, "nodes": 2, "inter": None}, profile="megatron")
+    picture = str(path.with_name("pareto.png"))
+    for words in (
+        ["explain", "why-not", "strategy=zero2"],
+        ["draw", "--what", "pareto", "-o", picture],
+    ):
+        assert main([*words, "-f", str(path)]) == 0
+        told = capsys.readouterr().err.replace("\n", " ")
+        assert "step times are estimated by constants for megatron assuming 50 GB/s" in told
+    report = meshplan.make_report(path).html
+    assert "Step times are estimated by constants for megatron assuming 50 GB/s" in report
+    other = path.with_name("other.yaml")
+    other.write_text(path.read_text().replace("megatron", "generic"))
+    assert main(["diff", str(path), str(other), "--json"]) == 1
+    fields = json.loads(capsys.readouterr().out)["result"]["fields"]
+    assert {"what": "profile", "old": "megatron", "new": "generic"} in fields
 
 
 @pytest.mark.parametrize(
