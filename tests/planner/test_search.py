@@ -134,6 +134,28 @@ def test_what_is_really_held_decides(block):
         assert not found.given_up
 
 
+@pytest.mark.parametrize("block", range(4))
+def test_a_candidate_with_less_excess_than_one_that_failed_is_found(block):
+    """The excess of a candidate is no bound for those with fewer linear bytes: halve the way."""
+    for seed in range(block * 25, block * 25 + 25):
+        numbers, capacity = random_numbers(seed)
+        rows = range(len(numbers.grid))
+        least = [max(ConfigSolver(numbers, r, float("inf")).smallest().linear_bytes) for r in rows]
+        share = np.random.default_rng(seed).uniform(0, 1, len(least))
+        most = [low + part * max(capacity - low, 0) for low, part in zip(least, share, strict=True)]
+
+        def measure(
+            candidate: Candidate, most: Any = most, room: float = capacity
+        ) -> ReplayedMemory:
+            fits = max(candidate.linear_bytes) <= most[candidate.row]
+            return ReplayedMemory(fits=fits, excess_bytes=0.0 if fits else 0.9 * room)
+
+        expected = min(fastest(numbers, row, min(most[row], capacity)) for row in rows)
+        found = search(numbers, capacity, measure, tolerance=0.0)
+        seconds = found.best.seconds if found.best else float("inf")
+        assert seconds == pytest.approx(expected, rel=1e-9), seed
+
+
 @pytest.mark.parametrize("wrong", [(-1.0, 0.0), (0.0, 0.0), (0.0, 2.0), (-0.5, 0.5)])
 def test_a_guess_tells_where_to_look_and_never_what_is_found(wrong):
     """Guesses too low, right, too high: the answer is that of whoever guesses nothing."""

@@ -91,10 +91,8 @@ class NodeState:
         over_from: Fewest linear bytes of a candidate that did not fit; infinite if there is none.
         tries: Number of candidates that were replayed.
         seconds: Seconds of a step of the last candidate that did not fit.
-        halved: Number of bisections between `fits_up_to` and `over_from`.
         num_misses: Number of times that no candidate was found within an `_AHEAD` factor of the
             bound.
-        is_of_row: If True, all candidates of the configuration have the same excess.
         sure_capacity: The capacity to go back to if a guess lowered `capacity`; else None.
         guesses: Number of guesses made for the configuration's candidates.
         reachable_s: Seconds of a step, by the last candidate or LP bound, that the configuration
@@ -109,9 +107,7 @@ class NodeState:
     over_from: float = float("inf")
     tries: int = 0
     seconds: float = 0.0
-    halved: int = 0
     num_misses: int = 0
-    is_of_row: bool = True
     sure_capacity: float | None = None
     guesses: int = 0
     reachable_s: float = float("inf")

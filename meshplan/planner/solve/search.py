@@ -3,9 +3,9 @@
 A configuration is solved exactly (block options by `knapsack`, stages by `stage_cuts`), with its
 memory counted in linear bytes, which never exceed the memory really needed. The resulting candidate
 is then replayed. The excess that the replay finds is subtracted from the configuration's capacity,
-and the configuration is solved again, until a candidate fits and no faster candidate of the
-configuration does. The search ends when no configuration's bound is below the seconds of the best
-candidate by more than the tolerance. The docstring of
+and the configuration is solved again, until a candidate fits. The search ends when no
+configuration's bound is below the seconds of the best candidate by more than the tolerance, and
+`failures` has found no faster one among those that the excess left out. The docstring of
 `meshplan.planner.solve` has the equations.
 """
 
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.planner.solve.config import Candidate, ConfigSolver, config_bound, solve_config
+from meshplan.planner.solve.failures import resolve_failures
 from meshplan.planner.solve.result import Guess, NodeState, ReplayedMemory, RuledOut, SearchResult
 from meshplan.planner.solve.warm_start import WarmStart
 from meshplan.planner.tables.cost_table import CostTable, by_bound, memory_bounds, time_bounds
@@ -45,8 +46,6 @@ candidates up to this factor above the bound are searched. Slower ones need not 
 yet, and excluding them is cheap."""
 _MOST_GUESSES: Final = 4
 """Number of guesses for a configuration's candidates after which the next one is replayed."""
-_MOST_HALVED: Final = 12
-"""Most bisections of a configuration's capacity, between bytes that fit and bytes that do not."""
 
 
 def search(
@@ -177,6 +176,13 @@ class _Search:
         while (waiting or self._drop_guesses()) and not self._is_done():
             self._examine(*heapq.heappop(waiting))
         if found.is_whole:
+            left_s = resolve_failures(
+                self._cost_table, self._states, found,
+                room=self._room, is_open=self._is_open, is_over=self.is_over,
+                measure=self._measured, take=self._take, is_late=self._is_late,
+                tolerance=self._tolerance,
+            )  # fmt: skip
+            self._unproved = min(self._unproved, left_s)
             best_s = found.best.seconds if found.best else float("inf")
             found.lower_s = min(self._least_waiting(), best_s)
         found.lower_s = min(found.lower_s, self._unproved)
@@ -272,7 +278,7 @@ class _Search:
         if row in self._out:
             return
         if (state := self._states.get(row)) is None:
-            state = self._states[row] = NodeState(self._capacity - self.taken(row))
+            state = self._states[row] = NodeState(self._room(row))
         limit = (found.best.seconds if found.best else float("inf")) * (1 - self._tolerance)
         least = self._least_waiting()
         # The LP bound is cheap, and mostly high enough to send the configuration back to the queue.
@@ -293,8 +299,7 @@ class _Search:
         if candidate is None and state.sure_capacity is not None:
             return  # `_drop_guesses` requeues it if its candidate without the guess is fast.
         if candidate is None or max(candidate.linear_bytes) <= state.fits_up_to:
-            self._halve(row, state)
-            return
+            return  # `resolve_failures` looks for others that failures left out.
         if candidate.seconds > least:
             # Another configuration may be faster, so requeue this one with its exact seconds.
             state.reachable_s = candidate.seconds
@@ -324,7 +329,7 @@ class _Search:
         if measured.why:
             found.refused[row] = measured.why
             return
-        num_bytes, state.is_of_row = max(candidate.linear_bytes), measured.is_of_row
+        num_bytes = max(candidate.linear_bytes)
         if measured.fits:
             self._take(candidate, measured)
             state.fits_up_to = num_bytes
@@ -390,22 +395,9 @@ class _Search:
             return None
         return guess.excess_bytes
 
-    def _halve(self, row: int, state: NodeState) -> None:
-        """Requeue a configuration that has no candidate left, with a capacity raised by bisection.
-
-        The new capacity lies halfway to the linear bytes of the candidate that failed. Smaller
-        candidates may have a smaller excess, because their memory peaks at another time.
-        """
-        if state.is_of_row or state.over_from == float("inf") or state.halved == _MOST_HALVED:
-            return
-        least = max(self._smallest(row).linear_bytes)
-        low = max(least, state.fits_up_to, state.capacity)
-        middle = (low + state.over_from) / 2
-        if not low < middle < state.over_from:
-            return
-        state.halved += 1
-        state.capacity = middle
-        heapq.heappush(self._waiting, (state.seconds, row))
+    def _room(self, row: int) -> float:
+        """Return the linear bytes of a configuration's candidates, before any replay."""
+        return self._capacity - self.taken(row)
 
     def _take(self, candidate: Candidate, measured: ReplayedMemory) -> None:
         """Make a candidate that fits the best one, if it is faster than the best so far."""
