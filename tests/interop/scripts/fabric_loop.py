@@ -50,7 +50,7 @@ for epoch in range(2):
             fabric.backward(loss / 2)
         total += fabric.all_reduce(loss.detach())
         if not accumulates:
-            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            fabric.clip_gradients(model, optimizer, max_norm=0.1)
             optimizer.step()
             optimizer.zero_grad()
     results.append({"loss": float(total) / len(train), **evaluate()})

@@ -29,7 +29,7 @@ for epoch in range(3):
     for inputs, targets in loader:
         loss = nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.2)
         optimizer.step()
         optimizer.zero_grad()
         total += loss.detach()
