@@ -65,6 +65,7 @@ args = TrainingArguments(
     eval_strategy="epoch",
     save_strategy="no",
     logging_steps=1,
+    include_num_input_tokens_seen="non_padding",
     use_cpu=True,
     report_to="none",
     disable_tqdm=True,
