@@ -3,7 +3,8 @@
 `python -m tests.bench.census [FOLDER] [--plan]` prints, by tool, the files, the keys by verdict,
 and the median milliseconds of a file. Without a folder it takes the fixtures: those of
 tests/interop/configs, and one for each value of each row, made from the tables. With `--plan`,
-each imported plan is also searched for a model, and counted if it fits and if a faster one does.
+imported plans are also searched for a model, and counted if they fit and if a faster one does; of
+the fixtures, those written by hand.
 """
 
 from __future__ import annotations
@@ -162,8 +163,9 @@ def plan_it(imported: ImportedPlan, tally: Tally) -> None:
     plan["hardware"]["gpu"] = "h100-sxm-80gb"
     plan.pop("rules", None)  # Classes of another model than the one that is asked about.
     plan.setdefault("batch", {}).setdefault("seq_len", 2048)
-    if "micro" not in plan["batch"] and "global" not in plan["batch"]:
-        plan["batch"]["micro"] = 1
+    if "global" not in plan["batch"]:  # Plans are compared at as many samples a step.
+        plan["batch"].pop("accumulate", None)
+        plan["batch"]["global"] = 64
     free = {key: value for key, value in plan.items()
             if key in ("version", "model", "hardware", "batch", "precision")}  # fmt: skip
     try:
@@ -212,9 +214,10 @@ def main() -> None:
                 path = Path(scratch) / f"{number}{SUFFIXES[tool]}"
                 path.write_text(text)
                 found.append((tool, path))
-        for tool, path in found:
+        num_planned = len(found) if args.folder else len(list(written()))
+        for number, (tool, path) in enumerate(found):
             imported = count(path, tool, tallies)
-            if args.plan and imported is not None:
+            if args.plan and imported is not None and number < num_planned:
                 plan_it(imported, tallies[imported.tool])
     print(table(tallies, has_plans=args.plan))
     for tool, tally in tallies.items():
