@@ -176,6 +176,13 @@ class _Planned:
         """Return the FLOPs of a batch, of which ranks along tp and pp compute a part each."""
         return super().floating_point_ops(inputs) // self.get_tp_size()  # type: ignore[misc]
 
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Count the tokens of data ranks alone, by `include_num_input_tokens_seen`."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        copies = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + copies // self.get_tp_size()
+
     def _check(self, wrapped: nn.Module) -> None:
         """Raise where the arguments contradict the plan; take from it what they leave open."""
         args, plan = self.args, applied(wrapped).given

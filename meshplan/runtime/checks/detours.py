@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
@@ -22,6 +24,18 @@ from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
 from meshplan.runtime.checks.dry_run import in_dry_run
 from meshplan.runtime.torch_private.private import running_node
+
+_ALLOWED: Final[ContextVar[nn.Module | None]] = ContextVar("allowed", default=None)
+
+
+@contextmanager
+def allowing_calls_of(part: nn.Module) -> Iterator[None]:
+    """Let a submodule be called from outside in the `with` block, which gathers its parameters."""
+    token = _ALLOWED.set(part)
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
 
 
 def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> None:
@@ -50,9 +64,9 @@ def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> N
     wrapped.register_forward_hook(leave, always_call=True)
 
     def look(fqn: str, is_gathered: bool) -> Callable[..., None]:
-        def refuse(*_: Any) -> None:
+        def refuse(module: nn.Module, *_: Any) -> None:
             # Recomputation in backward and dry runs of the checks call submodules directly.
-            if depth or running_node() is not None or in_dry_run():
+            if depth or running_node() is not None or in_dry_run() or module is _ALLOWED.get():
                 return
             if wrapper == "ddp" and torch.is_grad_enabled():
                 raise ApplyError(_unaveraged(fqn))

@@ -8,7 +8,6 @@ change. This module knows torch's operator schemas, and nothing of the use of th
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import weakref
 from collections.abc import Iterable, Sequence
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshplan.errors import ApplyError, Problem
 from meshplan.model.flow import UPDATE, Call, Flow, Op, Ref, Value
 from meshplan.runtime.base.batch import as_arguments, mapped
+from meshplan.runtime.base.model_copy import copy_model
 from meshplan.runtime.base.module_state import changes, module_state_of
 from meshplan.runtime.base.pytree import shape_of, tensors_in
 from meshplan.runtime.torch_private.fakes import fake_like, fake_mode, untraceable
@@ -166,7 +166,7 @@ def copy_to_run(
                 memo[id(tensor)] = fake_like(mode, tensor)
         args, kwargs = _arguments(inputs, is_fake=is_fake)
     # Outside the mode, so that copies of tensors in plain attributes are real.
-    return copy.deepcopy(model, memo), args, kwargs
+    return copy_model(model, memo), args, kwargs
 
 
 _GROUPED_MM = torch.ops.aten._grouped_mm.default

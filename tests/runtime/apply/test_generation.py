@@ -1,7 +1,8 @@
 """`generate` of a transformers model: the tokens of one process, or an error that says the way.
 
 Which seeded bug would this catch? Ranks along tp that draw other tokens, prompts of other lengths
-that abort the process or hang, and ranks of FSDP2 that wait for one which has finished.
+that abort the process or hang, ranks of FSDP2 that wait for one which has finished, and an encoder
+that runs on the shards of its embedding.
 """
 
 from __future__ import annotations
@@ -64,6 +65,51 @@ def test_ranks_along_tp_draw_the_same_tokens(pool):
     expected = alone.generate(torch.full((1, 4), 7), max_new_tokens=8, do_sample=True)
     assert torch.equal(one, other)
     assert torch.equal(one, expected)
+
+
+def build_encoder_decoder(kind):
+    torch.manual_seed(0)
+    if kind == "t5":
+        config = transformers.T5Config(
+            vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4,
+            decoder_start_token_id=0, eos_token_id=5,
+        )  # fmt: skip
+        return transformers.T5ForConditionalGeneration(config).eval()
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=16, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=32,
+        decoder_ffn_dim=32, encoder_attention_heads=4, decoder_attention_heads=4,
+        max_position_embeddings=64, bos_token_id=1, pad_token_id=0, eos_token_id=5,
+        decoder_start_token_id=1, forced_eos_token_id=None, tie_word_embeddings=kind == "bart",
+    )  # fmt: skip
+    return transformers.BartForConditionalGeneration(config).eval()
+
+
+def generated_from_sources(kind, plan):
+    """Tokens before the first forward of the whole model, and after it."""
+    rank = dist.get_rank() // plan["mesh"].get("tp", 1)
+    model = meshplan.parallelize(build_encoder_decoder(kind), plan).eval()
+    before = tokens(model, rank)
+    ids = torch.full((2, 4), 7)
+    with torch.no_grad():
+        model(input_ids=ids, labels=ids)
+    return before, tokens(model, rank)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [("t5", FULL_SHARD),
+     pytest.param("bart", FULL_SHARD, marks=pytest.mark.wide),
+     pytest.param("untied bart", {**FULL_SHARD, "rules": [{"match": "model", "unit": True}]},
+                  marks=pytest.mark.wide),
+     pytest.param("t5", {**TP, "mesh": {"dp_shard": 2, "tp": 2}}, marks=pytest.mark.wide)],
+)  # fmt: skip
+def test_an_encoder_runs_by_itself(pool, kind, plan):
+    found = pool(2 * plan["mesh"].get("tp", 1)).run(generated_from_sources, kind, plan)
+    alone = build_encoder_decoder(kind)
+    for rank, each in enumerate(found):
+        expected = tokens(alone, rank // plan["mesh"].get("tp", 1))
+        for one in each:
+            assert torch.equal(one, expected)
 
 
 def refused(plan):

@@ -10,7 +10,6 @@ stage from the model's inputs. Wrappers such as FSDP2 see ordinary modules.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from meshplan.model.graph import ModelGraph
 from meshplan.model.stage_boundary import Relay
 from meshplan.runtime.apply.pipeline.hooks import UnitHooks, numbers_of
 from meshplan.runtime.base.mesh import device
+from meshplan.runtime.base.model_copy import copy_model
 from meshplan.runtime.base.pytree import fill, tensors_in
 from meshplan.runtime.torch_private.private import intercept_calls
 
@@ -291,7 +291,7 @@ def make_stage(model: nn.Module, graph: ModelGraph, stages: Stages, stage: int) 
     replaced by attributes that contain a placeholder.
     """
     # Buffers are copied, because code that writes to one runs in every stage of this rank.
-    part = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    part = copy_model(model, {id(parameter): parameter for parameter in model.parameters()})
     kept = {
         name
         for tensor in graph.tensors.values()
