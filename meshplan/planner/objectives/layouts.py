@@ -26,7 +26,7 @@ from meshplan.two_cores import each
 
 _SHARE: Final = 0.3
 """Share of the processor time of the plan's own search that these searches may take together."""
-_LEAST_S: Final = 2.0
+_LEAST_S: Final = 3.0
 """Processor seconds that these searches may take in any case: of a small plan, they are all
 proved."""
 

@@ -463,7 +463,7 @@ class PlanningProblem:
             table: The cost table that the candidate is from.
             candidate: A solved configuration.
         """
-        bound = self._truncated_bound(table, candidate, guesses=True, skips_guess_if_over=True)
+        bound = self._truncated_bound(table, candidate, guesses=False)
         return bound is not None and bound.is_over
 
     def taken(self, row: int) -> float:

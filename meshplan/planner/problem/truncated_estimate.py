@@ -160,7 +160,6 @@ class TruncatedEstimate:
         capacity: float,
         *,
         guesses: bool,
-        skips_guess_if_over: bool = False,
     ) -> TruncatedFigures | None:
         """Bound a candidate's excess bytes with truncated models.
 
@@ -170,7 +169,6 @@ class TruncatedEstimate:
             candidate: The candidate.
             capacity: Linear bytes that a rank may use.
             guesses: If True, guess the excess bytes too.
-            skips_guess_if_over: If True, omit the guess if the candidate is proved not to fit.
 
         Returns:
             The figures; None if no truncated model can be made or planned. Also None if no guess is
@@ -182,17 +180,8 @@ class TruncatedEstimate:
             return None
         seen = self._seen.get(key)
         lacks = guesses and seen is not None and not seen.likely_bytes
-        if key not in self._seen or (
-            lacks and not (skips_guess_if_over and seen is not None and seen.is_over)
-        ):
-            found = self._seen[key] = self._bound(
-                row,
-                stages,
-                candidate,
-                capacity,
-                guesses=guesses,
-                skips_guess_if_over=skips_guess_if_over,
-            )
+        if key not in self._seen or lacks:
+            found = self._seen[key] = self._bound(row, stages, candidate, capacity, guesses=guesses)
             if found is not None and not found.is_over:
                 under = self._under.setdefault((candidate.row, capacity), [])
                 under.append(candidate.linear_bytes)
@@ -216,7 +205,6 @@ class TruncatedEstimate:
         capacity: float,
         *,
         guesses: bool,
-        skips_guess_if_over: bool = False,
     ) -> TruncatedFigures | None:
         """Bound and guess a candidate's excess bytes rank by rank, up to a rank that does not fit.
 
@@ -240,8 +228,7 @@ class TruncatedEstimate:
             extra = self.links(plan) - linear[place]
             least = bound.least_bytes + extra
             is_over = least + linear[place] > capacity
-            asks = guesses and not (skips_guess_if_over and is_over)
-            if asks:
+            if guesses:
                 for each in self._allocators:
                     spec = replace(plan.spec, allocator=each)
                     guess = max(bound.likely_bytes(self._request.device, spec) + extra, least)
