@@ -15,9 +15,9 @@ from tests.helpers.pool import Pool, forkserver
 
 WIDE = frozenset((Path(__file__).parent / "wide_cases.txt").read_text().splitlines())
 """Cases that take seconds and combine what others show, beside those that say so themselves."""
-collect_ignore = ["transcripts/files", "helpers/sft_jobs.py"]
-"""Scripts and models that the transcripts copy, of which one trains when it is imported; and jobs
-that import packages which most machines lack."""
+collect_ignore = ["transcripts/files", "interop/scripts", "helpers/sft_jobs.py"]
+"""Scripts and models that tests run, which train when they are imported; and jobs that import
+packages which most machines lack."""
 MOST_KEPT = 4
 """Ranks of a pool that waits for the next file."""
 
