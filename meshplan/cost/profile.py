@@ -114,9 +114,9 @@ class Profile:
 
     @property
     def note(self) -> str:
-        """What a reader of seconds has to know: whose constants they are by, and what was assumed.
+        """A sentence on whose constants step times are by, and which network was assumed.
 
-        "" for generic constants, of links that the plan states.
+        "" for generic constants and for links that the plan states.
         """
         whose = f" by constants for {self.framework}" if self.framework in PROFILES else ""
         assumed = f" assuming {self.assumed_network}" if self.assumed_network else ""

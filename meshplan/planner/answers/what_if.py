@@ -1,4 +1,4 @@
-"""What a chosen plan would be on other hardware."""
+"""The result of `meshplan plan --what-if`: a chosen plan on other hardware."""
 
 from __future__ import annotations
 

@@ -37,8 +37,9 @@ def resolve_failures(
 ) -> float:
     """Replay the candidates that failures left out and that are faster than the best one.
 
-    Of each configuration the smallest such candidate is replayed first. If it does not fit, none
-    that is faster does. If it does, the bytes between it and the last failure are bisected.
+    In each configuration, the candidate with the fewest bytes among these is replayed first. If it
+    does not fit, no faster one of the configuration fits either. If it does, the bytes between it
+    and the last failure are bisected.
 
     Args:
         table: The cost table.
