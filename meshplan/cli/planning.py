@@ -150,7 +150,7 @@ def _plan(args: argparse.Namespace) -> int:
         moved = reshard(old, decision.chosen.plan)
         more["retarget"] = retarget_to_json(found, moved)
         lines += ["", *retarget_to_text(found, moved)]
-    if args.what_if:
+    if args.what_if and not is_stopped():  # Who pressed Ctrl-C wants no further search.
         more["what_if"], text = _what_if(flags, decision)
         lines += text
     return _print_plan(flags, decision, more, lines, is_interrupted=is_stopped())
