@@ -67,7 +67,7 @@ def test_every_key_of_the_format_has_a_row_or_no_default():
     assert paths - rows == set()
     assert rows - paths == {
         *(f"mesh.{axis}" for axis in AXES), "input.dtype", "input.shape", "solve.objective",
-        "solve.time_limit", "solve.keep",
+        "solve.robust", "solve.time_limit", "solve.keep",
     }  # fmt: skip
 
 
@@ -86,7 +86,8 @@ def test_the_reference_has_a_row_for_every_key_style_and_word():
 
 PLAIN = [
     key for key in KEYS
-    if " " not in key.default and key.path not in ("rules", "context.attention", "clip_grad_norm")
+    if " " not in key.default
+    and key.path not in ("rules", "context.attention", "clip_grad_norm", "solve.robust")
 ]  # fmt: skip
 """Keys whose default can be stated; others follow from what else the plan says, or are no value."""
 

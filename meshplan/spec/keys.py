@@ -86,6 +86,7 @@ KEYS: Final[tuple[PlanKey, ...]] = (
         "compiled; else generic",
     ),
     PlanKey("solve.objective", OBJECTIVE),
+    PlanKey("solve.robust", "none"),
     PlanKey("solve.time_limit", f"{TIME_LIMIT_S:g}s"),
     PlanKey("solve.keep", f"{KEEP}"),
     PlanKey("rules", "none"),

@@ -154,6 +154,10 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
                 "what `meshplan plan` minimizes: `time`, `memory`, `cost`, or `balanced`, which is "
                 "seconds times bytes"
             ),
+            "solve.robust": (
+                "a share such as `10%`: choose the plan that loses least where a constant of the "
+                "cost model, such as a bandwidth, is off by this share"
+            ),
             "solve.time_limit": "when the search ends with the best plan so far, such as `30s`",
             "solve.keep": "how many other plans that fit are reported",
         },

@@ -6,7 +6,6 @@ parsed in `reader`, the model is checked in `assign`, and strategy and mesh in `
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -56,6 +55,7 @@ from meshplan.spec.values import (
     choice,
     decoder,
     did_you_mean,
+    duration,
     integer,
     is_mapping,
     is_stated,
@@ -67,9 +67,11 @@ from meshplan.spec.values import (
     number,
     or_null,
     section,
+    share,
     show,
     states,
     text,
+    words_form,
 )
 from meshplan.units import parse_bandwidth, parse_count, parse_memory
 
@@ -374,35 +376,24 @@ def _ddp(value: PlanValue, found: Findings) -> dict[str, Any] | None:
     return section(value, found, _DDP, "ddp: {bucket_mb: 25, static_graph: true}")
 
 
-_DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|h)?")
-_SECONDS: Final = {None: 1, "s": 1, "min": 60, "h": 3600}
-
-
-@decoder(
-    {"type": "number", "exclusiveMinimum": 0},
-    {"type": "string", "pattern": rf"^(?=.*[1-9])(?:{_DURATION.pattern})$"},
-)
-def _duration(value: PlanValue, found: Findings) -> float | None:
-    form = _DURATION.fullmatch(value.data) if isinstance(value.data, str) else None
-    seconds = float(form[1]) * _SECONDS[form[2]] if form else 0.0
-    if isinstance(value.data, (int, float)) and not isinstance(value.data, bool):
-        seconds = value.data
-    if 0 < seconds < math.inf:
-        return seconds
-    found.add(value, f"{show(value)} is not a duration", "write something like 30s, 5min or 1h")
-    return None
-
-
 _SOLVE: Final[Mapping[str, Decoder]] = {
     "objective": choice(("time", "memory", "balanced", "cost"), "an objective"),
-    "time_limit": _duration,
+    "robust": share,
+    "time_limit": duration,
     "keep": integer(1),
+}
+_NOT_BY_TIME: Final = {
+    "required": ["objective"],
+    "properties": {"objective": {"not": or_null(words_form("time"))}},
 }
 
 
-@decoder(mapping_form(_SOLVE))
+@decoder(mapping_form(_SOLVE, **{"not": {"allOf": [states("robust"), _NOT_BY_TIME]}}))
 def _solve(value: PlanValue, found: Findings) -> dict[str, Any] | None:
     got = section(value, found, _SOLVE, "solve: {objective: time, time_limit: 30s}")
+    if got and "robust" in got and got.get("objective", "time") != "time":
+        what = f"robust is about the time of a step, and the objective is {got['objective']}"
+        found.add(value.data["robust"], what, "leave robust or objective out")
     if got and "time_limit" in got:
         got["time_limit_s"] = got.pop("time_limit")
     return got

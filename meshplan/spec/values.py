@@ -380,3 +380,42 @@ def _unquote(value: PlanValue, words: Iterable[str] = ()) -> str:
     if value.is_quoted and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value.text):
         return f"write {value.text} without quotes"
     return did_you_mean(value.text, words) if isinstance(value.data, str) else ""
+
+
+_DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|h)?")
+_SECONDS: Final = {None: 1, "s": 1, "min": 60, "h": 3600}
+
+
+@decoder(
+    {"type": "number", "exclusiveMinimum": 0},
+    {"type": "string", "pattern": rf"^(?=.*[1-9])(?:{_DURATION.pattern})$"},
+)
+def duration(value: PlanValue, found: Findings) -> float | None:
+    """Read a duration such as "30s" in seconds."""
+    form = _DURATION.fullmatch(value.data) if isinstance(value.data, str) else None
+    seconds = float(form[1]) * _SECONDS[form[2]] if form else 0.0
+    if isinstance(value.data, (int, float)) and not isinstance(value.data, bool):
+        seconds = value.data
+    if 0 < seconds < math.inf:
+        return seconds
+    found.add(value, f"{show(value)} is not a duration", "write something like 30s, 5min or 1h")
+    return None
+
+
+_PERCENT: Final = re.compile(r"([0-9]{1,2}(?:\.[0-9]+)?)%")
+
+
+@decoder(
+    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    {"type": "string", "pattern": rf"^(?=.*[1-9])(?:{_PERCENT.pattern})$"},
+)
+def share(value: PlanValue, found: Findings) -> float | None:
+    """Read a share such as "10%" as a number between 0 and 1."""
+    part = value.data
+    if isinstance(part, str) and (form := _PERCENT.fullmatch(part)):
+        part = float(form[1]) / 100
+    if isinstance(part, (int, float)) and not isinstance(part, bool) and 0 < part < 1:
+        return float(part)
+    what = f"{show(value)} is not a share of more than 0 % and less than 100 %"
+    found.add(value, what, "write something like 10%")
+    return None

@@ -61,7 +61,8 @@ GOOD: Final[dict[str, list[Any]]] = {
     "clip_grad_norm": [1.0, 0.5],
     "optimizer": ["adamw", "sgd"],
     "allocator": ["expandable", "auto"],
-    "solve": [{"objective": "time", "time_limit": "5min", "keep": 2}, {"time_limit": 30}],
+    "solve": [{"objective": "time", "time_limit": "5min", "keep": 2}, {"time_limit": 30},
+              {"robust": "10%"}, {"robust": 0.5, "objective": "TIME"}],
     "rules": [
         [{"match": "layers.*", "place": "shard"}, {"match": {"type": "Linear"}, "unit": False}],
         [{"match": ["embed", {"param": "bias"}], "place": {"tp": "colwise", "dp_shard": "S(0)"}}],

@@ -18,6 +18,7 @@ from meshplan.layout.mesh import AXES
 from meshplan.planner.objectives.layouts import with_other_layouts
 from meshplan.planner.objectives.offload_variants import searched
 from meshplan.planner.objectives.refine import refine
+from meshplan.planner.objectives.robust import most_robust
 from meshplan.planner.objectives.simplify import SLACK, Simplifier
 from meshplan.planner.problem.decision import Bound, Decision, Ladder, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
@@ -60,6 +61,7 @@ def fastest_of(
     limit = problem.request.time_limit_s
     report(grid_line(problem))
     deadline = None if limit is None else Deadline.after(limit)
+    robustness = None
     for _ in range(_MOST_CHOICES):
         table, found = searched(
             problem,
@@ -80,6 +82,11 @@ def fastest_of(
         chosen, others = Simplifier(problem, table, found).choose()
         if chosen is None:
             break
+        if (share := problem.spec.solve.get("robust")) is not None and found.is_whole:
+            usual = chosen
+            chosen, robustness = most_robust(problem, found, usual, share, report)
+            if chosen.stated != usual.stated:
+                others = (usual, *(each for each in others if each.stated != chosen.stated))
         if (certified := problem.certified(chosen)) is not None:
             chosen = certified
             break
@@ -114,6 +121,7 @@ def fastest_of(
         bounds=tuple(_bounds(problem, table)),
         measured=tuple(problem.measured),
         unoffloaded_s=found.unoffloaded_s,
+        robustness=robustness,
     )
     return with_other_layouts(problem, decision) if problem.request.other_layouts else decision
 

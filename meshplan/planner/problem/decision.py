@@ -128,6 +128,62 @@ class Ladder:
     plan_s: float
 
 
+class Sensitivity(NamedTuple):
+    """The chosen plan beside the fastest plan, if something in the cost model is off.
+
+    Attributes:
+        case: What is off, such as "bandwidth between nodes 10% lower".
+        constant: Name of the constant, a field of `Profile`; "communication" for all of them.
+        change: Share by which the constant is larger, such as -0.1.
+        seconds: Seconds of a step of the chosen plan then.
+        best: The fastest plan then. Its `seconds` are those of the constants as they are.
+        best_s: Seconds of a step of `best` then.
+    """
+
+    case: str
+    constant: str
+    change: float
+    seconds: float
+    best: Evaluated
+    best_s: float
+
+    @property
+    def regret(self) -> float:
+        """Share by which the chosen plan is slower than the fastest."""
+        return self.seconds / self.best_s - 1
+
+
+@shown
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Robustness:
+    """How much the chosen plan loses if constants of the cost model are off.
+
+    The regret of a plan is the largest share by which it is slower than the fastest plan, over all
+    `sensitivities` and the constants as they are.
+
+    Args:
+        share: Share by which each constant is taken to be off, such as 0.1.
+        sensitivities: One for each constant that plans depend on and each direction, and one each
+            for slower and for faster communication against computation; the largest regret first.
+        regret: Regret of the chosen plan.
+        fastest: The fastest plan by the constants as they are.
+        fastest_regret: Regret of `fastest`.
+        least_regret: Lower bound on the regret of every plan of the space.
+        is_changed: If True, the chosen plan is another one than without `solve.robust`.
+        is_whole: If True, the fastest plan of every sensitivity was proved. If False, a search was
+            stopped before, and regrets may be larger.
+    """
+
+    share: float
+    sensitivities: tuple[Sensitivity, ...]
+    regret: float
+    fastest: Evaluated
+    fastest_regret: float
+    least_regret: float
+    is_changed: bool
+    is_whole: bool
+
+
 class Bound(NamedTuple):
     """Lower bounds on the step time and on the memory of one configuration.
 
@@ -175,6 +231,8 @@ class Decision:
             plan file states; infinite if there is no such plan; None if no search ran.
         other_layouts: The fastest plan of each kind of layout that the chosen plan is not of; () if
             the request did not ask for them, or if they are not searched for its objective.
+        robustness: What the chosen plan loses if constants are off; None unless the plan file
+            states `solve.robust` and plans were compared.
     """
 
     spec: Spec
@@ -201,6 +259,7 @@ class Decision:
     measured: tuple[Evaluated, ...] = ()
     unoffloaded_s: float | None = None
     other_layouts: tuple[OtherLayout, ...] = ()
+    robustness: Robustness | None = None
 
     @property
     def evaluated_plans(self) -> tuple[Evaluated, ...]:

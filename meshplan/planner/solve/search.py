@@ -57,6 +57,7 @@ def search(
     is_over: Callable[[Candidate], bool] | None = None,
     taken: Callable[[int], float] = lambda row: 0.0,
     among: NDArray[np.bool_] | None = None,
+    known: tuple[Candidate, ReplayedMemory] | None = None,
     slack: float = 0.0,
     tolerance: float = TOLERANCE,
     deadline: float | None = None,
@@ -76,6 +77,8 @@ def search(
         taken: Maps the index of a configuration to the bytes that a rank needs above its linear
             bytes, whatever the options of its blocks.
         among: [configs] mask of the configurations to search; None for all of them.
+        known: A candidate that fits, with its replayed memory, which others have to beat; None if
+            there is none yet.
         slack: Share by which candidates may be slower than the best to be listed in
             `SearchResult.near`; 0 lists none.
         tolerance: Share by which some plan may be faster than the answer when the search ends.
@@ -91,6 +94,8 @@ def search(
     found = _Search(table, capacity, measure, slack, tolerance, deadline, report, among)
     found.is_stopped, found.guess, found.taken = is_stopped, guess, taken
     found.is_over = is_over or found.is_over
+    if known is not None:
+        found.found.best, found.found.measured = known
     return found.run()
 
 

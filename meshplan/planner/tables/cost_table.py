@@ -239,6 +239,24 @@ def weights(grid: NDArray[np.void]) -> tuple[Floats, Floats]:
     return grid["microbatches"] - b, b
 
 
+def seconds_of(
+    table: CostTable, row: int, option_counts: Sequence[Sequence[Sequence[int]]]
+) -> float:
+    """Return the seconds of a step of one candidate.
+
+    Args:
+        table: The cost table.
+        row: Index of the candidate's configuration in the grid.
+        option_counts: [stage][kind][option] number of blocks that take each option.
+    """
+    counts, config = np.array(option_counts), table.grid[row : row + 1]
+    stages = (counts * np.where(counts > 0, table.seconds[row], 0.0)).sum(axis=(1, 2))
+    # Stage s runs on rank s % pp.
+    ranks = np.bincount(np.arange(len(stages)) % int(config["pp"][0]), stages)
+    (a,), (b,) = weights(config)
+    return float(a * ranks.max() + b * ranks.sum() + table.once_s[row])
+
+
 def time_bounds(table: CostTable) -> Floats:
     """Return [configs] lower bounds on the seconds of a step with unlimited memory."""
     fastest = table.seconds.min(axis=2)

@@ -17,6 +17,7 @@ from meshplan.render.base.statements import flow, plan_lines, settings_in_words
 from meshplan.render.base.text import columns, packed, paint, wrapped
 from meshplan.render.memory.memory import ranks_in_words
 from meshplan.render.plans.layouts import layouts_to_text, other_layouts_to_json, other_lines
+from meshplan.render.plans.robust import robustness_to_json, robustness_to_text
 from meshplan.units import format_gib, format_step
 
 _MOST_REJECTED = 12
@@ -50,6 +51,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
             evaluated_to_json(decision, evaluated) for evaluated in decision.alternatives
         ],
         "other_layouts": other_layouts_to_json(decision, partial(evaluated_to_json, decision)),
+        "robust": robustness_to_json(decision),
         "rejected": [{"what": each.what, "why": each.why} for each in decision.rejected],
         "profile": {
             "device": decision.profile.device,
@@ -200,6 +202,7 @@ def decision_to_text(
         *_speed(decision, chosen),
         *_section(_ladder(decision)),
         *_unproved(decision),
+        *_section(robustness_to_text(decision)),
         *_section(costs),
         *_section(layouts_to_text(decision)),
         *_section(_faster(decision, chosen)),
@@ -223,6 +226,8 @@ def _what(decision: Decision, chosen: Evaluated) -> str:
         return "the plan with the smallest product of seconds and bytes"
     if decision.objective == "cost":
         return "the plan with the fewest GPU-hours"
+    if (found := decision.robustness) is not None and found.is_changed:
+        return f"the plan that loses least if constants are {found.share * 100:g}% off"
     if chosen.seconds <= decision.best_s * (1 + TOLERANCE):
         return "the fastest plan that fits"
     return f"the simplest plan within {SLACK:.0%} of the fastest that fits"
