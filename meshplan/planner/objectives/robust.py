@@ -78,7 +78,7 @@ _SHARES: Final = ("efficiency", "attention_efficiency", "tp_exposed")
 
 
 class _Scenario(NamedTuple):
-    """What is off, by which share, and the costs then.
+    """One case of constants that are off, and the costs then.
 
     Attributes:
         case, constant, change: As in `Sensitivity`.
@@ -163,9 +163,9 @@ class _RobustChoice:
         self._problem, self._found, self._share, self._report = problem, found, share, report
         limit_s = problem.request.time_limit_s
         self._deadline = None if limit_s is None else Deadline.after(limit_s)
-        # A variant with offload that wins in a scenario gains at most (1 + r) / (1 - r) on the
-        # best, so that others need not be added.
-        ahead = (1 + share) / (1 - share)
+        # A scenario multiplies seconds by 1 - r (fewer seconds of a kernel) to 1 / (1 - r) (a lower
+        # bandwidth). A variant with offload gains no more than this on the best.
+        ahead = 1 / (1 - share) ** 2
         everywhere = np.ones(len(problem.grid), dtype=np.bool_)
         add_offload_variants(problem, found.best.seconds * ahead, everywhere)
         self._is_whole = True
@@ -189,7 +189,8 @@ class _RobustChoice:
             self._search(number)
         self._compromise()
         least = min(self._plans, key=lambda plan: (self._regret(plan[1]), plan[0].seconds))
-        own = self._seconds(chosen)
+        assert chosen.candidate is not None
+        own = self._seconds(chosen.candidate)
         is_changed = self._regret(own) > self._regret(least[1]) + SLACK
         if is_changed:
             chosen, own = least
@@ -215,10 +216,8 @@ class _RobustChoice:
             if differs or not np.array_equal(table.once_s, base.once_s):
                 yield _Scenario(case, constant, change, table)
 
-    def _seconds(self, evaluated: Evaluated) -> Floats:
-        """Return [scenarios] seconds of a step of a plan."""
-        candidate = evaluated.candidate
-        assert candidate is not None
+    def _seconds(self, candidate: Candidate) -> Floats:
+        """Return [scenarios] seconds of a step of a candidate."""
         return np.array(
             [seconds_of(s.table, candidate.row, candidate.option_counts) for s in self._scenarios]
         )
@@ -228,7 +227,13 @@ class _RobustChoice:
         if not isinstance(evaluated, Evaluated) or not evaluated.memory.fits:
             return
         if all(evaluated.stated != plan.stated for plan, _ in self._plans):
-            self._plans.append((evaluated, self._seconds(evaluated)))
+            assert evaluated.candidate is not None
+            self._plans.append((evaluated, self._seconds(evaluated.candidate)))
+
+    def _fastest(self, number: int) -> tuple[Evaluated, float]:
+        """Return the fastest plan found so far in a scenario, and its seconds of a step there."""
+        plan, seconds = min(self._plans, key=lambda plan: float(plan[1][number]))
+        return plan, float(seconds[number])
 
     @property
     def _best_s(self) -> Floats:
@@ -241,9 +246,9 @@ class _RobustChoice:
     def _search(self, number: int) -> None:
         """Add the fastest plan of a scenario."""
         problem, table = self._problem, self._scenarios[number].table
-        best, seconds = min(self._plans, key=lambda plan: float(plan[1][number]))
+        best, seconds = self._fastest(number)
         assert best.candidate is not None
-        known = replace(best.candidate, seconds=float(seconds[number]))
+        known = replace(best.candidate, seconds=seconds)
         found = search(
             table,
             problem.capacity,
@@ -288,8 +293,7 @@ class _RobustChoice:
             candidate = solve_config(table, row, capacity)
             if candidate is None:
                 continue
-            seconds = [seconds_of(s.table, row, candidate.option_counts) for s in self._scenarios]
-            if self._regret(np.array(seconds)) < least:
+            if self._regret(self._seconds(candidate)) < least:
                 self._add(self._measure(candidate).result)
 
     def _robustness(self, own: Floats, is_changed: bool) -> Robustness:
@@ -297,9 +301,7 @@ class _RobustChoice:
         fastest = min(self._plans, key=lambda plan: plan[0].seconds)
         rows = []
         for number, each in enumerate(self._scenarios[1:], 1):
-            there, seconds = min(self._plans, key=lambda plan: float(plan[1][number]))
-            mine, least = float(own[number]), float(seconds[number])
-            rows.append(Sensitivity(*each[:3], mine, there, least))
+            rows.append(Sensitivity(*each[:3], float(own[number]), *self._fastest(number)))
         rows.sort(key=lambda row: -row.regret)
         regret = self._regret(own)
         least = float(self._least_regrets.min())

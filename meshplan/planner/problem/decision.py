@@ -156,7 +156,7 @@ class Sensitivity(NamedTuple):
 @shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Robustness:
-    """How much the chosen plan loses if constants of the cost model are off.
+    """Loss of the chosen plan if constants of the cost model are off.
 
     The regret of a plan is the largest share by which it is slower than the fastest plan, over all
     `sensitivities` and the constants as they are.
