@@ -30,7 +30,7 @@ from meshplan.planner.problem.request import request_of_file
 from meshplan.planner.tables.cost_table import seconds_of
 from meshplan.planner.tables.whole_plan import Costed
 from meshplan.render.plans.plan import decision_to_json, decision_to_text
-from tests.planner.test_planner import LARGE, LLAMA, job, job_of
+from tests.planner.test_planner import LARGE, LLAMA, PLAN, job, job_of
 
 __all__ = ["job"]
 
@@ -115,11 +115,13 @@ def test_the_choice_loses_less_than_every_plan_that_was_found(fragile):
 
 def test_a_simple_plan_that_loses_hardly_more_is_kept(job):
     """At 10 %, what is 2 % slower and simpler is chosen with the key as without."""
-    path = job(EIGHT_BLOCKS, batch=BATCH, solve={"robust": 0.1})
+    hardware = PLAN["hardware"] | {"inter": "12GB/s"}
+    batch = {"global": 8, "seq_len": 8192}
+    path = job(EIGHT_BLOCKS, batch=batch, hardware=hardware, solve={"robust": 0.1})
     decision, usual = search_plan(path), search_plan(path, ["solve.robust=null"])
     assert decision.chosen.stated == usual.chosen.stated
     assert not decision.robustness.is_changed
-    assert decision.robustness.regret < 2 * SLACK
+    assert decision.robustness.fastest_regret < decision.robustness.regret < 2 * SLACK
 
 
 @pytest.mark.parametrize("pipeline", [None, {"schedule": "Interleaved1F1B"}])

@@ -303,15 +303,13 @@ class _RobustChoice:
         for number, each in enumerate(self._scenarios[1:], 1):
             rows.append(Sensitivity(*each[:3], float(own[number]), *self._fastest(number)))
         rows.sort(key=lambda row: -row.regret)
-        regret = self._regret(own)
-        least = float(self._least_regrets.min())
         return Robustness(
             share=self._share,
             sensitivities=tuple(rows),
-            regret=regret,
+            regret=self._regret(own),
             fastest=fastest[0],
             fastest_regret=self._regret(fastest[1]),
-            least_regret=min(max(least, 0.0), regret),
+            least_regret=max(float(self._least_regrets.min()), 0.0),
             is_changed=is_changed,
             is_whole=self._is_whole and not self._problem.request.is_stopped(),
         )
