@@ -64,7 +64,7 @@ def robustness_to_text(decision: Decision) -> list[str]:
         8,
     )
     if found.fastest.stated != chosen.stated:
-        gain = f"{chosen.seconds / found.fastest.seconds - 1:.1%} faster with the constants as they"
+        gain = f"{1 - found.fastest.seconds / chosen.seconds:.1%} faster with the constants as they"
         text = (
             f"        the fastest plan: {gain} are, else at most {found.fastest_regret:.1%} slower"
         )
@@ -77,6 +77,6 @@ def robustness_to_text(decision: Decision) -> list[str]:
         return [*lines, "        no other plan is the fastest in any of them"]
     lines.append(f"        other plans are the fastest in {len(listed)} of them:")
     for each in listed[:_MOST]:
-        lines.append(f"        {each.case}: {each.regret:.1%} faster")
+        lines.append(f"        {each.case}: {each.regret:.1%} slower than with")
         lines += packed("          ", other_lines(each.best, chosen))
     return lines
