@@ -92,6 +92,22 @@ class ExternalStep:
     def _sync(self, is_last: bool) -> Any:
         return set_gradient_sync(self.model, self.state.plan, is_last)
 
+    @contextmanager
+    def own_microbatch(self, *, is_last: bool) -> Iterator[None]:
+        """Run forward and backward of a microbatch inside, in a loop that counts them itself.
+
+        Args:
+            is_last: If True, the optimizer steps after this microbatch.
+        """
+        if not is_last:
+            set_accumulate(self.model, max(2, self.state.plan.accumulate))
+        begin_microbatch(own_module(self.model), self._number)
+        self._number = 0 if is_last else self._number + 1
+        with self._sync(is_last):
+            yield
+        if not is_last:  # A backward outside of this context reduces, as torch assumes.
+            self._sync(True)
+
     def begin(self, batch: Any) -> None:
         """Compare the ranks' batches before a forward; called inside `microbatch`.
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from meshplan.errors import ApplyError, MissingStateError, Origin, PlanError, Problem
 from meshplan.interop.external_step import ExternalStep
+from meshplan.interop.own_loop import each_sample_once
 from meshplan.interop.trainer_arguments import argument_problems, check_hooks
 from meshplan.interop.trainer_loss import (
     cut_rows,
@@ -452,16 +453,8 @@ class _Planned:
         from accelerate.utils.operations import recursively_apply
 
         every = self.accelerator.gather(tensors)
-        plan = applied(self._planned()).plan
-        indices = list(plan.mesh.indices(DATA_AXES))
-        ranks = [indices.index(index) for index in range(plan.num_data_ranks)]
-        rest = self._rest()
-
-        def once(tensor: torch.Tensor) -> torch.Tensor:
-            own = tensor.unflatten(0, (len(indices), -1))[ranks].flatten(0, 1)
-            return own[:rest]
-
-        return recursively_apply(once, every)
+        mesh, rest = applied(self._planned()).plan.mesh, self._rest()
+        return recursively_apply(lambda tensor: each_sample_once(tensor, mesh)[:rest], every)
 
     # Checkpoints.
 

@@ -48,6 +48,10 @@ REFUSED = {
     ("sft", "pp"): "a training_step of its own, which a pipeline would not call",
     ("sft_lora", "pp"): "a training_step of its own, which a pipeline would not call",
     ("fabric_loop", "pp"): "a loop of Fabric calls backward itself, but a pipeline runs its own",
+    (
+        "accelerated",
+        "pp",
+    ): "a loop of accelerate calls backward itself",
     ("torchrun_loop", "pp"): "call meshplan.train_step(model, ...)",
 }
 """Plans that a script cannot run under, with words of the one error."""

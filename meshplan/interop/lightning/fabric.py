@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,23 @@ from meshplan.interop.lightning.parallel import (
     refuse_two_scaled,
 )
 from meshplan.interop.lightning.states import find_saved, folder_of, save_over
+from meshplan.interop.own_loop import LoopWords, loop_problems
 from meshplan.layout.mesh import DATA_AXES
-from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.data.data import set_gradient_sync
-from meshplan.runtime.apply.wrap import applied, own_module, set_accumulate
+from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.mesh import JOIN_TIMEOUT
-from meshplan.runtime.checks.forward_writes import begin_microbatch
 from meshplan.runtime.parallelize import PlanLike, parallelize, spec_of
 from meshplan.runtime.state.load import load
 from meshplan.runtime.train.gradient_scale import clip_grad_norm_, clip_grad_value_
 from meshplan.runtime.watch.guard import guarded
 from meshplan.spec.strategies import resolve_mesh
+
+_WORDS: Final = LoopWords(
+    loop="a loop of Fabric",
+    instead="Trainer(strategy=MeshplanStrategy(...))",
+    backward="fabric.backward",
+    clip="fabric.clip_gradients(model, optimizer, max_norm={norm})",
+    accumulate="run the loop's microbatches but the last one inside fabric.no_backward_sync(model)",
+)
 
 
 class MeshplanFabricStrategy(PlannedRanks, ParallelStrategy):
@@ -76,7 +82,7 @@ class MeshplanFabricStrategy(PlannedRanks, ParallelStrategy):
         self._num_optimizers = 0
         self.num_nodes = 1
         super().__init__()
-        self._backward_sync_control = _SyncControl()
+        self._backward_sync_control = _SyncControl(self)
 
     @property
     def precision(self) -> Any:
@@ -140,7 +146,7 @@ class MeshplanFabricStrategy(PlannedRanks, ParallelStrategy):
         network = parallelize(
             module, self._plan, example_inputs=self._example_inputs, allow_code=self._allow_code
         )
-        if problems := _problems(applied(network).plan):
+        if problems := loop_problems(applied(network).plan, _WORDS):
             raise PlanError(problems)
         self._network, self._step = network, ExternalStep(network)
         return network
@@ -241,36 +247,6 @@ class MeshplanFabricStrategy(PlannedRanks, ParallelStrategy):
         return models[0], optimizers[0] if optimizers else None, rest
 
 
-def _problems(plan: Plan) -> list[Problem]:
-    """Return what a plan states that a loop of Fabric does not do."""
-    spec, problems = plan.spec, []
-
-    def refuse(what: str, key: str, fix: str) -> None:
-        problems.append(Problem(what, spec.origin(key), fix))
-
-    if plan.assignment.stages is not None:
-        refuse("a loop of Fabric calls backward itself, but a pipeline runs its own", "mesh.pp",
-               "use Trainer(strategy=MeshplanStrategy(...)), or meshplan.train_step")  # fmt: skip
-    if plan.assignment.context is not None:
-        refuse("a loop of Fabric has whole sequences, which cp cuts", "mesh.cp",
-               "use Trainer(strategy=MeshplanStrategy(...)), or meshplan.train_step")  # fmt: skip
-    if spec.loss != "mean":
-        refuse(f"the plan states loss: {spec.loss}, which a loop of Fabric does not weight", "loss",
-               "leave it out, and call "
-               "fabric.backward(meshplan.global_mean(total, count))")  # fmt: skip
-    if spec.clip_grad_norm is not None:
-        norm = spec.clip_grad_norm
-        refuse(f"the plan clips gradients at the norm {norm}, but a loop of Fabric clips itself",
-               "clip_grad_norm", "leave it out, and call "
-               f"fabric.clip_gradients(model, optimizer, max_norm={norm})")  # fmt: skip
-    if plan.accumulate > 1:
-        refuse("the plan accumulates gradients over several microbatches, but a loop of Fabric "
-               "counts them itself", "batch",
-               "leave out accumulate, and run the loop's microbatches but the last one inside "
-               "fabric.no_backward_sync(model)")  # fmt: skip
-    return problems
-
-
 def _state_of(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
 
@@ -278,18 +254,11 @@ def _state_of(value: Any) -> Any:
 class _SyncControl(_BackwardSyncControl):
     """`fabric.no_backward_sync`: gradients are reduced in the last backward of a step only."""
 
-    def __init__(self) -> None:
-        self._number = 0
+    def __init__(self, strategy: MeshplanFabricStrategy) -> None:
+        self._strategy = strategy
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
         """Run forward and backward of a microbatch inside; the last one has `enabled=False`."""
-        if enabled:
-            set_accumulate(module, max(2, applied(module).plan.accumulate))
-        begin_microbatch(own_module(module), self._number)
-        self._number = self._number + 1 if enabled else 0
-        plan = applied(module).plan
-        with set_gradient_sync(module, plan, not enabled):
+        with self._strategy.step.own_microbatch(is_last=not enabled):
             yield
-        if enabled:  # A backward outside of this context reduces, as torch assumes.
-            set_gradient_sync(module, plan, True)

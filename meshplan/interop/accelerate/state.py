@@ -23,6 +23,8 @@ from meshplan.state.folder import steps_in
 
 _STATE: Final = "meshplan"
 """Folder of the training state in a folder of `Accelerator.save_state`."""
+_STEPS: Final = "scheduler_steps"
+"""Key of `PlannedState.scheduler_steps` in a state."""
 
 
 @guarded("planned_state")
@@ -55,25 +57,50 @@ def planned_state(
     applied(model)  # It was parallelized.
     if problems := _problems(accelerator, model, optimizer):
         raise ApplyError(problems)
-    state = _PlannedState(model, optimizer, scheduler, data)
-    accelerator.register_save_state_pre_hook(state.save)
-    accelerator.register_load_state_pre_hook(state.find)
-    accelerator.register_for_checkpointing(state)
+    PlannedState(model, optimizer, scheduler, data).register(accelerator)
 
 
-class _PlannedState:
-    """The hooks of one Accelerator; its last, of an object with a state dict, loads."""
+class PlannedState:
+    """The hooks of one Accelerator; its last, of an object with a state dict, loads.
+
+    Args:
+        model: The module that `parallelize` returned.
+        optimizer: Its optimizer.
+        scheduler: A learning rate scheduler that accelerate does not save itself.
+        data: A loader that accelerate does not save itself.
+
+    Attributes:
+        scheduler_steps: Steps that each scheduler which accelerate saves itself takes in a step of
+            the optimizer; None without such a scheduler.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        scheduler: Stateful | None,
-        data: Stateful | None,
+        scheduler: Stateful | None = None,
+        data: Stateful | None = None,
     ) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model, self.optimizer = model, optimizer
         self._scheduler, self._data = scheduler, data
+        self.scheduler_steps: int | None = None
         self._source = ""
+        self._hooks: list[Any] = []
+
+    def register(self, accelerator: Any) -> None:
+        """Let the Accelerator call the hooks."""
+        self._hooks = [
+            accelerator.register_save_state_pre_hook(self.save),
+            accelerator.register_load_state_pre_hook(self.find),
+        ]
+        accelerator.register_for_checkpointing(self)
+
+    def remove(self, accelerator: Any) -> None:
+        """Let the Accelerator forget the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        others = [each for each in accelerator._custom_objects if each is not self]
+        accelerator._custom_objects = others
 
     def save(self, models: Any, weights: Any, folder: str) -> None:
         """Write the state; accelerate calls this on every rank before it writes its own files."""
@@ -81,8 +108,8 @@ class _PlannedState:
         # `keep` keeps the highest step, so it must be this one, whoever wrote the one before.
         step = max(steps_in(Path(path)), default=0) + 1
         save(
-            path, self._model, self._optimizer, step=step, scheduler=self._scheduler,
-            data=self._data, keep=1,
+            path, self._model, self.optimizer, step=step, scheduler=self._scheduler,
+            data=self._data, keep=1, extra={_STEPS: self.scheduler_steps},
         )  # fmt: skip
 
     def find(self, models: Any, folder: str) -> None:
@@ -98,12 +125,25 @@ class _PlannedState:
         return {}
 
     def load_state_dict(self, state: Any) -> None:
-        """Load the state, after accelerate has loaded the generators of this rank's number."""
-        load(self._source, self._model, self._optimizer, scheduler=self._scheduler, data=self._data)
+        """Load the state, after accelerate has loaded the generators of this rank's number.
+
+        Raises:
+            ApplyError: The schedulers of the state count steps in another way.
+        """
+        found = load(
+            self._source, self._model, self.optimizer, scheduler=self._scheduler, data=self._data
+        )
+        saved = (found.extra or {}).get(_STEPS)
+        if None not in (saved, self.scheduler_steps) and saved != self.scheduler_steps:
+            what = f"the schedulers of this state take {saved} steps in each step of the "
+            what += f"optimizer, one for each data rank, but {self.scheduler_steps} under this plan"
+            fix = "use split_batches=True with the batch size of all ranks together, where "
+            fix += "schedulers take one step"
+            raise ApplyError(Problem(what, Origin(self._source), fix))
 
 
-def _problems(accelerator: Any, model: nn.Module, optimizer: Any) -> list[Problem]:
-    """Return why an Accelerator and a plan do not go together."""
+def setting_problems(accelerator: Any) -> list[Problem]:
+    """Return the settings of an Accelerator that contradict any plan."""
     problems = []
     if accelerator.mixed_precision != "no":
         what = f"the Accelerator has mixed_precision={accelerator.mixed_precision!r}, but the plan "
@@ -115,6 +155,12 @@ def _problems(accelerator: Any, model: nn.Module, optimizer: Any) -> list[Proble
         what = f"the Accelerator runs {kind}, but the plan states how the model is sharded"
         fix = "start it without this plugin; meshplan import translates its configuration"
         problems.append(Problem(what, fix=fix))
+    return problems
+
+
+def _problems(accelerator: Any, model: nn.Module, optimizer: Any) -> list[Problem]:
+    """Return why an Accelerator and a plan do not go together."""
+    problems = setting_problems(accelerator)
     fix = "pass model, optimizer, scheduler and loader to planned_state, and prepare none of them"
     prepared = [getattr(each, "optimizer", each) for each in accelerator._optimizers]
     for name, value, known in (
@@ -133,7 +179,7 @@ def _problems(accelerator: Any, model: nn.Module, optimizer: Any) -> list[Proble
                 what = f"a {name} was passed to accelerator.prepare, which takes every rank for a "
                 what += "data rank, but ranks of the plan share their samples"
                 problems.append(Problem(what, fix=fix))
-    if any(isinstance(each, _PlannedState) for each in accelerator._custom_objects):
+    if any(isinstance(each, PlannedState) for each in accelerator._custom_objects):
         what = "this Accelerator has a planned state already"
         problems.append(Problem(what, fix="make another Accelerator, or one model of both parts"))
     return problems

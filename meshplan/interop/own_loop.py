@@ -1,0 +1,81 @@
+"""What loops of other tools have in common that call backward and the optimizer themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from meshplan.errors import Problem
+from meshplan.layout.mesh import DATA_AXES, Mesh
+from meshplan.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopWords:
+    """What a tool calls the parts of a loop.
+
+    Args:
+        loop: The loop.
+        instead: What runs plans with pp or cp.
+        backward: The call of backward.
+        clip: The call that clips gradients by their norm, with {norm} in the place of the norm.
+        accumulate: What the loop does to accumulate over {count} microbatches.
+    """
+
+    loop: str
+    instead: str
+    backward: str
+    clip: str
+    accumulate: str
+
+
+def loop_problems(plan: Plan, words: LoopWords, *, accumulate: int = 1) -> list[Problem]:
+    """Return what a plan states that a loop of a user's own does not do.
+
+    Args:
+        plan: The plan.
+        words: The words of the loop's tool.
+        accumulate: Number of microbatches that the tool was told.
+    """
+    spec, problems = plan.spec, []
+
+    def refuse(what: str, key: str, fix: str) -> None:
+        problems.append(Problem(what, spec.origin(key), fix))
+
+    loop, instead = words.loop, f"use {words.instead}, or meshplan.train_step"
+    if plan.assignment.stages is not None:
+        refuse(f"{loop} calls backward itself, but a pipeline runs its own", "mesh.pp", instead)
+    if plan.assignment.context is not None:
+        refuse(f"{loop} has whole sequences, which cp cuts", "mesh.cp", instead)
+    leave = "leave it out, and call"
+    if spec.loss != "mean":
+        what = f"the plan states loss: {spec.loss}, which {loop} does not weight"
+        refuse(what, "loss", f"{leave} {words.backward}(meshplan.global_mean(total, count))")
+    if spec.clip_grad_norm is not None:
+        norm = spec.clip_grad_norm
+        what = f"the plan clips gradients at the norm {norm}, but {loop} clips itself"
+        refuse(what, "clip_grad_norm", f"{leave} {words.clip.format(norm=norm)}")
+    if plan.accumulate not in (1, accumulate):
+        what = f"the plan accumulates gradients over {plan.accumulate} microbatches, but {loop} "
+        what += "counts them itself"
+        way = words.accumulate.format(count=plan.accumulate)
+        refuse(what, "batch", f"leave out accumulate, and {way}")
+    return problems
+
+
+def each_sample_once(gathered: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Return the samples of the data ranks in what all ranks gathered, without copies.
+
+    Args:
+        gathered: A tensor whose dim 0 has as many rows of every rank, in the order of the ranks.
+        mesh: The mesh of all ranks.
+    """
+    every = gathered.unflatten(0, (mesh.world_size, -1))
+    return every[ranks_with_own_samples(mesh)].flatten(0, 1)
+
+
+def ranks_with_own_samples(mesh: Mesh) -> list[int]:
+    """Return the first rank of each data rank: those after it have the same samples."""
+    indices = list(mesh.indices(DATA_AXES))
+    return [indices.index(index) for index in range(mesh.size(*DATA_AXES))]
