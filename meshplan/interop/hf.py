@@ -23,6 +23,7 @@ from meshplan.interop.trainer_loss import (
     cut_rows,
     fill_rows,
     shifting_as,
+    stated_scaling,
     with_share,
 )
 from meshplan.interop.trainer_pipeline import pipeline_step
@@ -342,11 +343,6 @@ class _Planned:
         below = kinds[kinds.index(_Planned) + 1 :]
         return next(k for k in below if name in vars(k)) not in (Trainer, Seq2SeqTrainer)
 
-    @property
-    def _means_samples(self) -> bool:
-        """True if a loss of the user's own is a mean over the samples of a batch, as he states."""
-        return getattr(self, "loss_is_scaled_for_ga", None) is False
-
     def _count_labels(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
         """Return the number of labels that count, as the Trainer counts; None without labels."""
         labels = inputs.get("shift_labels", inputs.get("labels"))
@@ -412,7 +408,7 @@ class _Planned:
             loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
             if own < size:
                 rest = fill_rows(rest, own, size)
-            if loss is None or counted is None or self._means_samples:
+            if loss is None or counted is None or stated_scaling(self) is False:
                 return (loss, *rest)  # Which the Trainer weights by samples.
             if self._is_counted:
                 # The Trainer has divided by the tokens of all ranks, and multiplied by the ranks.

@@ -37,6 +37,15 @@ def shifting_as(model: Any, smoother: Any) -> Any:
     return made
 
 
+def stated_scaling(trainer: Any) -> bool | None:
+    """Return whether the user states that a loss is scaled for accumulation; None if not stated.
+
+    A loss that is not scaled, False, is a mean over the samples of a batch.
+    """
+    stated: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
+    return stated
+
+
 def loss_of(output: Any) -> Any:
     """Return the loss in a model's output; None if there is none."""
     if isinstance(output, Mapping):

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.interop.external_step import ExternalStep
-from meshplan.interop.trainer_loss import loss_of, replaced, with_share
+from meshplan.interop.trainer_loss import loss_of, replaced, stated_scaling, with_share
 from meshplan.runtime.apply.loss.loss_weights import zero_of
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 
@@ -35,7 +35,7 @@ def pipeline_step(
     is_unused = trainer.label_smoother is not None or trainer.compute_loss_func is not None
     given = {k: v for k, v in inputs.items() if not (is_unused and k == "labels")}
     # The Trainer does not divide a loss that is scaled for accumulation already.
-    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    is_scaled = stated_scaling(trainer)
     if is_scaled is None:
         accepts = trainer.model_accepts_loss_kwargs and num_items is not None
         is_scaled = accepts or trainer.compute_loss_func is not None
@@ -78,7 +78,7 @@ def _loss_of_part(
         what = "compute_loss returned a loss on the device meta: a pipeline's last stage has "
         what += "the model's output, but not the parameters of the other stages"
         raise ApplyError(Problem(what, fix="use a plan without pp"))
-    stated = getattr(trainer, "loss_is_scaled_for_ga", None)
+    stated = stated_scaling(trainer)
     if stated or (stated is None and items is not None and items.is_used):
         return loss * model.pipeline.microbatches  # A share of the mean over the step.
     if stated is None and (trainer._overrides("compute_loss") or trainer.compute_loss_func):
