@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from meshplan.runtime.train.run import Run as Run
     from meshplan.runtime.train.state import full_state_dict as full_state_dict
     from meshplan.runtime.train.step import chunked_loss as chunked_loss
+    from meshplan.runtime.train.step import data_rank as data_rank
     from meshplan.runtime.train.step import local_batch as local_batch
     from meshplan.runtime.train.step import loss_parallel as loss_parallel
     from meshplan.runtime.train.step import train_step as train_step
@@ -70,6 +71,7 @@ _ROOMS = {
     # run a model under a plan
     "parallelize": "meshplan.runtime.parallelize",
     "local_batch": "meshplan.runtime.train.step",
+    "data_rank": "meshplan.runtime.train.step",
     "dataloader": "meshplan.runtime.train.dataloader",
     "train_step": "meshplan.runtime.train.step",
     "eval_step": "meshplan.runtime.train.evaluation",

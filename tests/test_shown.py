@@ -75,6 +75,7 @@ MADE: Mapping[str, Callable[[], Any]] = {
 
 NOT_OURS = {
     "parallelize": "an nn.Module; what it has in `meshplan` is tested below",
+    "data_rank": "two numbers",
     "local_batch": "tensors",
     "train_step": "a float",
     "eval_step": "a float",

@@ -27,7 +27,6 @@ from meshplan.interop.trainer_loss import (
     with_share,
 )
 from meshplan.interop.trainer_pipeline import pipeline_step
-from meshplan.layout.mesh import DATA_AXES
 from meshplan.runtime.apply.loss.loss_weights import IGNORED
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import applied, own_module
@@ -38,6 +37,7 @@ from meshplan.runtime.state.save import save
 from meshplan.runtime.torch_private.private import intercept_calls
 from meshplan.runtime.train.evaluation import reduce
 from meshplan.runtime.train.gradient_scale import clip_grad_norm_
+from meshplan.runtime.train.step import data_rank
 from meshplan.runtime.watch.guard import guarded
 
 _STATE: Final = "meshplan"
@@ -282,8 +282,7 @@ class _Planned:
 
     def _ranks(self) -> tuple[int, int]:
         """Return the number of data ranks, and the index of this one."""
-        plan = applied(self._planned()).plan
-        return plan.num_data_ranks, plan.mesh.index(dist.get_rank(), DATA_AXES)
+        return data_rank(self._planned())
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Let accelerate split batches over the data ranks only."""

@@ -21,10 +21,11 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
 from meshplan.errors import ApplyError, Origin, PlanError, Problem
-from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
+from meshplan.layout.mesh import GRADIENT_AXES
 from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.mesh import submesh
 from meshplan.runtime.parallelize import PlanLike
+from meshplan.runtime.train.step import data_rank
 from meshplan.spec.spec import Spec
 from meshplan.spec.strategies import WorldSizeProblem, resolve_mesh
 
@@ -162,9 +163,7 @@ class PlannedRanks:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The ranks that read samples of their own: those along the data axes."""
-        plan = applied(self.network).plan
-        index = plan.mesh.index(dist.get_rank(), DATA_AXES)
-        return {"num_replicas": plan.num_data_ranks, "rank": index}
+        return data_rank(self.network)._asdict()
 
     def set_world_ranks(self) -> None:
         """Give the cluster environment and Lightning's `rank_zero_only` the rank."""

@@ -26,9 +26,7 @@ from meshplan.runtime.base.optimizer_steps import is_due
 from meshplan.runtime.base.pytree import tensors_in
 
 SAMPLER: Final = (
-    "use a sampler over the data ranks only, DistributedSampler(data, "
-    "num_replicas=plan.num_data_ranks, rank=plan.mesh.index(torch.distributed.get_rank(), "
-    "('dp_replicate', 'dp_shard'))) with plan = model.meshplan.plan"
+    "use a sampler over the data ranks only, DistributedSampler(data, *meshplan.data_rank(model))"
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,14 +53,41 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
     """
     plan = applied(model).plan
     batch, whole = sequence_of_rank(plan, batch)
-    ranks = plan.num_data_ranks
-    index = plan.mesh.index(dist.get_rank(), DATA_AXES)
+    ranks, index = data_rank(model)
 
     def local(tensor: torch.Tensor) -> torch.Tensor:
         own = part_of(tensor, ranks, index, "data ranks").to(device())
         return own if own is tensor else mark(own, whole)
 
     return mapped(batch, local)
+
+
+class DataRank(NamedTuple):
+    """A rank among those that read samples of their own.
+
+    Args:
+        num_replicas: Number of these ranks. Ranks along tp, pp and cp read the samples of one.
+        rank: Index of this rank among them, from 0.
+    """
+
+    num_replicas: int
+    rank: int
+
+
+def data_rank(model: nn.Module) -> DataRank:
+    """Return which part of the samples this rank reads, for a sampler or a loop of one's own.
+
+    Args:
+        model: The module that `parallelize` returned.
+
+    Raises:
+        ApplyError: The model was not parallelized.
+
+    Example:
+        >>> sampler = DistributedSampler(data, *meshplan.data_rank(model), shuffle=True)
+    """
+    plan = applied(model).plan
+    return DataRank(plan.num_data_ranks, plan.mesh.index(dist.get_rank(), DATA_AXES))
 
 
 @recorded

@@ -103,7 +103,7 @@ def test_the_same_samples_are_refused_in_the_first_step(pool, plan, by_hand):
         assert step == 1
         assert "were given the same 8 samples" in told
         assert "local_batch" in told
-        assert "num_replicas=plan.num_data_ranks" in told
+        assert "*meshplan.data_rank(model)" in told
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
