@@ -26,9 +26,9 @@ steps(model, optimizer, 3)
 folder = [tempfile.mkdtemp()]  # stands for one that all ranks share
 dist.broadcast_object_list(folder)
 meshplan.save(folder[0], model, optimizer, step=3)
-print(f"went on: loss {steps(model, optimizer, 3):.6f}")
+print(f"went on: loss {steps(model, optimizer, 3):.3f}")
 
 model = meshplan.parallelize(build(), "plans/ddp.yaml")  # another plan
 optimizer = torch.optim.AdamW(model.parameters())
 state = meshplan.load(folder[0], model, optimizer)
-print(f"loaded step {state.step}: loss {steps(model, optimizer, 3):.6f}")
+print(f"loaded step {state.step}: loss {steps(model, optimizer, 3):.3f}")
