@@ -6,7 +6,7 @@ Import it in a job only: it imports accelerate.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -178,8 +178,9 @@ LOSSES: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def _run(
-    name: str, folder: str, resume: bool, epochs: int, how: str = "model", **more: Any
-) -> dict[str, Any]:
+    name: str, folder: str, resume: bool, epochs: int, how: str = "model",
+    callbacks: Sequence[TrainerCallback] = (), **more: Any,
+) -> dict[str, Any]:  # fmt: skip
     given = dict(LOSSES[how])
     smoothing = given.pop("label_smoothing_factor", 0.0)
     base, made_model = given.pop("base", Trainer), given.pop("model", model)
@@ -201,7 +202,7 @@ def _run(
     plan = {"plan": {"version": 1, **PLANS[name], **more}} if name else {}
     runner = made(
         model=made_model(), args=args, train_dataset=data() if data else Texts(6 * MICRO),
-        eval_dataset=evaluated, callbacks=[seen], **given, **plan,
+        eval_dataset=evaluated, callbacks=[seen, *callbacks], **given, **plan,
     )  # fmt: skip
     runner.train(resume_from_checkpoint=resume or None)
     eval_loss = runner.evaluate()["eval_loss"]

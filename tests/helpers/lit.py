@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 from unittest import mock
@@ -224,8 +224,9 @@ def script_planned(name: str, plan: Mapping[str, Any], ranks: int) -> dict[str, 
 
 
 def fitted(
-    name: str, folder: str, steps: int, resume: bool, cut: int | None = None
-) -> dict[str, Any]:
+    name: str, folder: str, steps: int, resume: bool, cut: int | None = None,
+    fail: Callable[[], None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Fit until a step with checkpoints of each epoch, from the newest one if asked to.
 
     Args:
@@ -234,11 +235,12 @@ def fitted(
         steps: The last step.
         resume: If True, go on from `last.ckpt` in the folder.
         cut: Step after which every rank fails, as in a crash.
+        fail: What every rank does then, if not this.
     """
     torch.manual_seed(0)
     module = Pipelined() if "pp" in name else Lit()
     if cut is not None:
-        module.on_train_batch_start = lambda batch, index: _fail_at(module, cut)
+        module.on_train_batch_start = lambda batch, index: _fail_at(module, cut, fail or _crash)
     keeper = ModelCheckpoint(
         folder, filename="{epoch}-{step}", save_top_k=1, monitor="val_loss", save_last=True
     )
@@ -263,9 +265,13 @@ def fitted(
     }  # fmt: skip
 
 
-def _fail_at(module: Any, step: int) -> None:
+def _crash() -> None:
+    raise ZeroDivisionError("the job dies")
+
+
+def _fail_at(module: Any, step: int, fail: Callable[[], None]) -> None:
     if module.trainer.global_step == step:
-        raise ZeroDivisionError("the job dies")
+        fail()
 
 
 def fabric_alone() -> list[float]:

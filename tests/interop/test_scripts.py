@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,10 +21,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.helpers.commands import output_of
+
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[dev]'")
 pytest.importorskip("lightning", reason="lightning is not installed: pip install -e '.[lightning]'")
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
 CHANGES = yaml.safe_load((SCRIPTS / "changes.yaml").read_text())
 PLANS: Mapping[str, Mapping[str, Any]] = {
@@ -60,7 +58,6 @@ UNLOGGED = {("lit_checkpoint", "pp"): "train_loss", ("lit_scheduler", "pp"): "tr
 MOST_LINES = 3
 ONE_MORE = (("lit_checkpoint", "pp"), ("lit_scheduler", "pp"), ("torchrun_loop", "tp_fsdp"))
 """Where one line more is new: a loss for the last stage, a sampler over the data ranks."""
-TIMEOUT_S = 300
 NEEDS = {"sft": ("trl", "datasets"), "sft_lora": ("trl", "datasets", "peft")}
 UNEQUAL = ("runtime", "per_second", "flos")
 """Parts of the names of figures that are not the same in every run."""
@@ -154,20 +151,6 @@ def test_a_script_has_the_numbers_of_one_process(pool, one_process, tmp_path: Pa
             check(found, one_process(name), name, plan)
 
 
-def launched(*command: object, folder: Path) -> tuple[int, str, str]:
-    """(exit code, output, errors) of a command in a clean environment."""
-    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in ours}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-                    "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", *map(str, command)],
-        env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-        cwd=folder,
-    )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr
-
-
 def printed(text: str) -> Any:
     """The results that rank 0 alone prints."""
     (line,) = [each for each in text.splitlines() if each.startswith("[{")]
@@ -179,7 +162,7 @@ def printed(text: str) -> Any:
 def test_a_loop_under_torchrun_has_the_numbers_of_one_process(tmp_path: Path):
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 1)
     script = SCRIPTS / "torchrun_loop.py"
-    code, out, errors = launched(*torchrun, script, folder=tmp_path)
+    code, out, errors = output_of(*torchrun, script, folder=tmp_path)
     assert code == 0, errors
     expected = printed(out)
     for plan in PLANS:
@@ -187,8 +170,8 @@ def test_a_loop_under_torchrun_has_the_numbers_of_one_process(tmp_path: Path):
         folder.mkdir()
         words = prepared("torchrun_loop", plan, folder)
         ranks = ("-f", "plan.yaml", "--nodes", 1, "--gpus-per-node", 4)
-        code, out, errors = launched("meshplan", "launch", *ranks, "train.py", *words,
-                                     folder=folder)  # fmt: skip
+        code, out, errors = output_of("meshplan", "launch", *ranks, "train.py", *words,
+                                      folder=folder)  # fmt: skip
         if ("torchrun_loop", plan) in REFUSED:
             assert code != 0
             assert REFUSED["torchrun_loop", plan] in errors
