@@ -13,6 +13,7 @@ from meshplan.api.planning import lock_plan, search_plan
 from meshplan.cli.app import main
 from meshplan.errors import SpecError
 from meshplan.planner.lock.lock import read, spec_hash, write
+from meshplan.planner.objectives.offload_variants import fastest_that_fits
 from meshplan.planner.objectives.simplify import SLACK
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import request_of_file
@@ -20,7 +21,7 @@ from meshplan.planner.solve.search import TOLERANCE
 from meshplan.planner.space.enumeration import enumerate_grid
 from meshplan.spec.reader import load_spec
 from tests.bench.no_better import ask, draw
-from tests.bench.planned_models import MODELS
+from tests.bench.planned_models import MODELS, write_plan
 from tests.planner.test_planner import LLAMA, OPEN, job
 
 __all__ = ["job"]
@@ -148,3 +149,16 @@ def test_no_single_change_beats_the_answer(seed, tmp_path):
     found = ask(*draw(seed, tmp_path, ("Llama-3.2-1B", "Llama-3.1-8B")), most=4, seed=seed)
     assert found.num
     assert not found.is_beaten, (found.words, found.best, SLACK)
+
+
+@pytest.mark.parametrize("offload", ["none", "auto"])
+def test_only_plans_that_are_faster_are_found(tmp_path, offload):
+    hardware = {"gpus_per_node": 8, "gpu": "rtx-4090-24gb"}
+    batch = {"global": 16, "seq_len": 4096}
+    path = write_plan(tmp_path, "Llama-3.2-1B", batch=batch, hardware=hardware, offload=offload)
+    request = request_of_file(path)
+    best = fastest_that_fits(PlanningProblem(request)).best
+    slower = fastest_that_fits(PlanningProblem(request), below_s=best.seconds * 1.01)
+    assert slower.best.seconds == pytest.approx(best.seconds, rel=TOLERANCE)
+    faster = fastest_that_fits(PlanningProblem(request), below_s=best.seconds * (1 - TOLERANCE))
+    assert (faster.best, faster.measured, faster.is_whole) == (None, None, True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,8 @@ from meshplan.cost.step import widths_of
 from meshplan.memory.answer.hosts import host_limit
 from meshplan.planner.knapsack.knapsack import Counts, Floats
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.solve.result import SearchResult
+from meshplan.planner.solve.config import Candidate
+from meshplan.planner.solve.result import ReplayedMemory, SearchResult
 from meshplan.planner.solve.search import TOLERANCE, search
 from meshplan.planner.space.offload import WORDS, too_much_on_host
 from meshplan.planner.space.space import Rejected
@@ -73,25 +74,31 @@ def searched(
     return table, found
 
 
-def fastest_that_fits(problem: PlanningProblem, deadline: float | None = None) -> SearchResult:
-    """Search the fastest plan of a problem, without `SearchResult.near` and without guesses.
+def fastest_that_fits(
+    problem: PlanningProblem, deadline: float | None = None, *, below_s: float = float("inf")
+) -> SearchResult:
+    """Search the fastest plan of a problem, without `SearchResult.near`.
 
     Args:
         problem: The problem. Variants with offload are added to its grid.
         deadline: Value of `time.monotonic()` at which to stop with the best plan found so far; None
             for no limit.
+        below_s: Seconds of a step that the plan has to be below. If none that fits is,
+            `SearchResult.best` is None.
     """
+    # The search proves that nothing is faster than a candidate that fits, so give it one.
+    limit = Candidate(0, below_s, (), (), ())
     _, found = searched(
         problem,
-        lambda table: search(
+        lambda table: _search(
+            problem,
             table,
-            problem.capacity,
-            partial(problem.measure, table),
+            known=(limit, ReplayedMemory(fits=True)) if below_s < float("inf") else None,
             deadline=deadline,
             is_stopped=problem.request.is_stopped,
         ),
     )
-    return found
+    return replace(found, best=None, measured=None) if found.best is limit else found
 
 
 class FastestAmong:
@@ -148,22 +155,36 @@ class FastestAmong:
         self.found = _merged(found, self._run(among))
 
     def _run(self, among: NDArray[np.bool_]) -> SearchResult:
-        problem, table = self._problem, self._problem.table
-        is_alone = table.grid["pp"] == 1
-        return search(
-            table,
-            problem.capacity,
-            partial(problem.measure, table),
-            # A guess for a pipeline takes as long as the estimate itself.
-            guess=lambda candidate: (
-                problem.guess(table, candidate) if is_alone[candidate.row] else None
-            ),
-            is_over=partial(problem.is_over, table),
-            taken=problem.taken,
+        return _search(
+            self._problem,
+            self._problem.table,
             among=among,
             deadline=self._deadline,
             is_stopped=self._is_stopped,
         )
+
+
+def _search(problem: PlanningProblem, table: CostTable, **more: Any) -> SearchResult:
+    """Search a cost table of a problem with its guesses, bounds and measured memory.
+
+    Args:
+        problem: The problem.
+        table: The cost table.
+        more: Further arguments of `search`.
+    """
+    is_alone = table.grid["pp"] == 1
+    return search(
+        table,
+        problem.capacity,
+        partial(problem.measure, table),
+        # A guess for a pipeline takes as long as the estimate itself.
+        guess=lambda candidate: (
+            problem.guess(table, candidate) if is_alone[candidate.row] else None
+        ),
+        is_over=partial(problem.is_over, table),
+        taken=problem.taken,
+        **more,
+    )
 
 
 def _restricted(table: CostTable, some: NDArray[np.bool_], found: SearchResult) -> CostTable:
