@@ -1,4 +1,4 @@
-"""What loops of other tools have in common that call backward and the optimizer themselves."""
+"""Rules for loops of other tools that call backward and the optimizer themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshplan.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopWords:
-    """What a tool calls the parts of a loop.
+    """The words of a tool for the parts of a loop.
 
     Args:
         loop: The loop.
