@@ -63,21 +63,30 @@ OPTION_RESHARD: Final = np.array([reshard for _, reshard in OPTIONS], dtype=bool
 
 
 class ProgramKey(NamedTuple):
-    """The fields of a configuration that determine the ops of a rank, and so its chain."""
+    """The choices of a configuration that determine the ops of a rank, and so its chain.
+
+    Attributes:
+        tp, ep, loss_chunks: Fields of the configuration.
+        is_staged: True if the configuration has a pipeline.
+    """
 
     tp: int
     ep: int
     loss_chunks: int
+    is_staged: bool = False
 
     def rows(self, grid: NDArray[Any]) -> NDArray[np.int64]:
         """Return the indices of the configurations of a grid that have this key."""
-        return np.flatnonzero(np.all([grid[name] == self[at] for at, name in _FIELDS], axis=0))
+        pairs = zip(_columns(grid), self, strict=True)
+        return np.flatnonzero(np.all([column == value for column, value in pairs], axis=0))
 
 
-_FIELDS: Final = tuple(enumerate(ProgramKey._fields))
+def _columns(grid: NDArray[Any]) -> list[NDArray[Any]]:
+    """Return the [configs] values of each field of `ProgramKey`."""
+    return [grid["tp"], grid["ep"], grid["loss_chunks"], grid["pp"] > 1]
 
 
 def cuts_of(grid: NDArray[Any]) -> list[ProgramKey]:
     """Return the distinct program keys of a grid, sorted."""
-    columns = [grid[name].tolist() for _, name in _FIELDS]
+    columns = [column.tolist() for column in _columns(grid)]
     return [ProgramKey(*each) for each in sorted(set(zip(*columns, strict=True)))]

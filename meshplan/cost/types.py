@@ -132,6 +132,10 @@ class Chain:
         backward_bytes: For each place, by index into `grid.RECOMPUTE`, the most bytes that its
             backward needs for one sample beyond the bytes that the places before it saved; ()
             before and after the blocks. The whole field is () if this is not known.
+        starts: For each place, True if a pipeline stage may begin with it; () if a stage may begin
+            with any block.
+        saves_outputs: If True, `saved_bytes` of a block include its output if it is saved; if
+            False, `saved_bytes` of the block that reads it do.
     """
 
     kinds: tuple[BlockKind, ...]
@@ -139,3 +143,5 @@ class Chain:
     names: tuple[str, ...]
     tied_numel: int = 0
     backward_bytes: tuple[tuple[float, ...], ...] = ()
+    starts: tuple[bool, ...] = ()
+    saves_outputs: bool = False

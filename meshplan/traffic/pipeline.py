@@ -53,6 +53,37 @@ class StageForward:
     sends: tuple[TensorUse, ...]
 
 
+def sent_dtype(plan: Plan, recorded: str) -> str:
+    """Return the dtype in which stages exchange a value of the recorded forward.
+
+    Args:
+        plan: The plan.
+        recorded: Dtype of the value in the recorded forward, which casts nothing.
+    """
+    precision, is_float = plan.spec.precision, "float" in recorded
+    return precision.param if precision.is_mixed and precision.param and is_float else recorded
+
+
+def sent_bytes(plan: Plan, values: Sequence[int]) -> int:
+    """Return the bytes of some values of the recorded forward, as one rank of tp sends them.
+
+    A value that may be sharded along the sequence or not counts as unsharded.
+
+    Args:
+        plan: The plan of a model with a recorded forward.
+        values: Ids of the values.
+    """
+    flow, total = plan.graph.flow, 0
+    assert flow is not None
+    cuts = SequenceCuts(plan, flow)
+    for number in values:
+        value = flow.values[number]
+        shape = cuts.shape(number, value.shape)
+        dtype = sent_dtype(plan, value.dtype)
+        total += math.prod(value.shape if shape is None else shape) * DTYPE_BYTES[dtype]
+    return total
+
+
 def stage_forwards(plan: Plan, forward: Forward | None) -> tuple[StageForward, ...] | str:
     """Return the recorded forward of each pipeline stage; the reason as text if it has no split."""
     stages = plan.assignment.stages

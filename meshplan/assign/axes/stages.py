@@ -7,6 +7,7 @@ in the order in which they are defined.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from types import MappingProxyType
 from meshplan.assign.axes.balance import balance
 from meshplan.assign.base.cascade import Cascade
 from meshplan.assign.base.types import Reason, Recompute, Stages
-from meshplan.errors import Origin, Problem
+from meshplan.errors import Origin, PlanError, Problem
 from meshplan.layout.mesh import Mesh
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.model.flow import Call, Flow
@@ -22,6 +23,57 @@ from meshplan.model.graph import ModelGraph, around, is_inside
 from meshplan.model.stage_boundary import Bond, UnitFlow, unit_calls
 from meshplan.spec.match import nearest
 from meshplan.spec.spec import AUTO, Pipeline, Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageStarts:
+    """The blocks of a model that a pipeline stage can begin with, if stages are cut at blocks.
+
+    Args:
+        why_not: For each block but the first, in execution order, the reason why no stage can begin
+            with it; "" if one can.
+        crossing: For each block that a stage can begin with, the ids in `ModelGraph.flow` of the
+            values that the stage receives.
+        homes: For each tensor, the earliest of these blocks whose stage needs it; "" if the first
+            stage needs it. Cuts at all of these blocks are assumed.
+    """
+
+    why_not: Mapping[str, str]
+    crossing: Mapping[str, tuple[int, ...]]
+    homes: Mapping[str, str]
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The blocks that a stage can begin with, in execution order."""
+        return tuple(self.crossing)
+
+    def problem(self, count: int) -> str:
+        """Return why the model cannot be cut into `count` stages at its blocks; "" if it can."""
+        if count <= len(self.crossing) + 1:
+            return ""
+        most = len(self.crossing) + 1
+        named = next(((block, why) for block, why in self.why_not.items() if why), None)
+        many = f"at most {most} stages" if most > 1 else "no stages"
+        more = f": no stage can begin with '{named[0]}', because {named[1]}" if named else ""
+        return f"its blocks can be cut into {many}{more}"
+
+
+def stage_starts(spec: Spec, graph: ModelGraph) -> StageStarts:
+    """Return the blocks that a pipeline stage can begin with.
+
+    Args:
+        spec: A spec that states no stages.
+        graph: The model, with its recorded forward.
+
+    Raises:
+        PlanError: The model has fewer than two modules that run.
+    """
+    assert graph.flow is not None
+    cutter = _StageCutter(spec, graph, Cascade(spec, graph), 2, {})
+    units = cutter.units()
+    if cutter.problems:
+        raise PlanError(cutter.problems)
+    return cutter.starts(units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +202,12 @@ def _flow_of(graph: ModelGraph, opened: Iterable[str]) -> Flow | None:
     called = {call.module for call in calls}
     shown = {calls[call.parent].module for call in calls if call.parent is not None}
     return graph.outline if set(opened) & called <= shown else None
+
+
+def _of_one_block(block: str, runs: Sequence[int]) -> Bond:
+    """Return the bond between all runs of a block, by their indices among the units."""
+    why = f"'{block}' runs {len(runs)} times, and the planner keeps all runs in one stage"
+    return Bond(runs[0], runs[-1], why)
 
 
 _Units = list[tuple[str, Call | None]]
@@ -300,6 +358,34 @@ class _StageCutter:
         if stages is not None:
             self._check_bonds(units, stages, bonds)
         return stages
+
+    def starts(self, units: _Units) -> StageStarts:
+        """Return the blocks that a stage can begin with, for a model with a recorded forward."""
+        assert self.flow is not None
+        calls = [call for _, call in units if call is not None]
+        cut = self._cut(self.flow, calls)
+        runs: dict[str, list[int]] = {}
+        for number, (module, _) in enumerate(units):
+            if module in self.graph.blocks():
+                runs.setdefault(module, []).append(number)
+        bonds = [*cut.bonds(), *(_of_one_block(module, runs[module]) for module in runs)]
+        why_not: dict[str, str] = {}
+        for block, (number, *_) in [*runs.items()][1:]:
+            crossed = (bond.why for bond in bonds if bond.first < number <= bond.last)
+            why_not[block] = next(crossed, "")
+        first_runs = {block: runs[block][0] for block, why in why_not.items() if not why}
+        begins = set(first_runs.values())
+        stages = [*itertools.accumulate(int(number in begins) for number in range(len(units)))]
+        self.count = len(begins) + 1
+        first_blocks = ["", *first_runs]
+        return StageStarts(
+            why_not=why_not,
+            crossing=dict(zip(first_runs, cut.relay(stages, self.count).crossing, strict=True)),
+            homes={
+                fqn: first_blocks[min(needing)]
+                for fqn, needing in self.tensors(units, stages).items()
+            },
+        )
 
     def _marked(self, modules: Sequence[str]) -> list[int] | None:
         stages: list[int] = []

@@ -207,6 +207,12 @@ def solve(
     return _Labels(menu, counts, capacity, below).best()
 
 
+def bytes_of(menu: Options, choice: KnapsackSolution) -> float:
+    """Return the bytes of all blocks together with the options that a solution chooses."""
+    counts = np.array(choice.option_counts)
+    return float(np.where(counts > 0, counts * menu.memory, 0.0).sum())
+
+
 def _used(menu: Options, counts: Counts) -> list[tuple[int, list[int], int]]:
     """Return (kind, undominated options, number of blocks) of each kind with at least one block."""
     return [(k, f, int(counts[k])) for k, f in enumerate(menu.fronts) if counts[k]]

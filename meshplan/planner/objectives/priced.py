@@ -23,17 +23,19 @@ from meshplan.spec.spec import Spec
 def is_priced(request: PlanRequest) -> bool:
     """Return True if a live model's plan is priced as it is stated, and not searched.
 
-    That is so if it cannot be searched, or if it has tp and states everything.
+    That is so if it cannot be searched, or if it has pp or tp and states everything.
     """
     traced, spec = request.traced, request.read(())
     if traced is None or not traced.is_priced(spec):
         return False
-    if TracedChoices.of(spec).tp > 1:
-        assert isinstance(spec.mesh, Mapping)
-        others = {axis: size for axis, size in spec.mesh.items() if axis != "tp"}
-        # Whether tp can be searched is found out by the search: that takes traces.
-        return _states_everything(spec) or bool(traced.refuses(replace(spec, mesh=others)))
-    return bool(traced.refuses(spec))
+    mesh = spec.mesh if isinstance(spec.mesh, Mapping) else {}
+    if mesh.get("pp", 1) != 1 and not spec.free_fields:
+        return True  # The plan may state stages and schedules that are not searched.
+    if TracedChoices.of(spec).tp > 1 and _states_everything(spec):
+        return True
+    # Whether tp and pp can be searched is found out by the search: that takes traces.
+    others = {axis: size for axis, size in mesh.items() if axis not in ("tp", "pp")}
+    return bool(traced.refuses(replace(spec, mesh=others) if mesh else spec))
 
 
 def is_priced_instead(request: PlanRequest) -> bool:

@@ -69,22 +69,24 @@ class Chains:
         self._known: dict[_ChainKey, Chain] = {}
         self._read_before = request.chains
 
-    def at(self, tp: int, ep: int, loss_chunks: int | None = None) -> Chain:
+    def at(
+        self, tp: int, ep: int, loss_chunks: int | None = None, *, is_staged: bool = False
+    ) -> Chain:
         """Return the chain for these sizes: the block costs of one rank of the tp and ep groups.
 
-        The chain of a live model depends on tp and its settings only.
+        The chain of a live model depends on tp and its settings, and on whether it has a pipeline.
 
         Args:
             tp: Size of tp.
             ep: Size of ep.
             loss_chunks: Number of token chunks of the loss; None for the number that the plan
                 states.
+            is_staged: True for the chain of a model that is cut into pipeline stages.
         """
         if self._traced is not None:
             cuts, cuts_loss = self._cuts(tp) if tp > 1 else (False, False)
-            trial = with_axes(
-                self._spec, {"tp": tp}, sequence_parallel=cuts, loss_parallel=cuts_loss
-            )
+            sizes = {"tp": tp, "pp": 2} if is_staged else {"tp": tp}
+            trial = with_axes(self._spec, sizes, sequence_parallel=cuts, loss_parallel=cuts_loss)
             return self._traced.chain(trial)
         stated = self._spec.loss_chunks
         usual = stated if isinstance(stated, int) else 1
@@ -104,7 +106,7 @@ class Chains:
 
     def read(self, cuts: Iterable[ProgramKey]) -> None:
         """Derive the chains of these keys ahead of their use, on two cores if they are many."""
-        keys = [self._key(cut) for cut in cuts]
+        keys = dict.fromkeys(self._key(cut) for cut in cuts)
         new = [key for key in keys if key not in self._known]
         if self._traced is None and len(new) >= _MANY:
             self._known.update(zip(new, each(self._read, new), strict=True))

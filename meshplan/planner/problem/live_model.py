@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from meshplan.cost.types import Chain
+from meshplan.errors import PlanError, Problem
 from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.plan.plan import Plan
 from meshplan.spec.spec import AUTO, Precision, Spec
@@ -55,6 +56,18 @@ class TracedChoices(NamedTuple):
             loss_chunks=1 if spec.loss_chunks == AUTO else spec.loss_chunks,
             rules=tuple(rule for rule in rules if any(rule[1:])),
         )
+
+
+class StageError(PlanError):
+    """A pipeline stage of a live model cannot run as a plan cuts it.
+
+    Attributes:
+        place: Index along pp of the rank that has the stage.
+    """
+
+    def __init__(self, problems: Iterable[Problem], place: int) -> None:
+        super().__init__(problems)
+        self.place = place
 
 
 class Priced(NamedTuple):
@@ -105,7 +118,8 @@ class Traced(Protocol):
         """Return the costs of the blocks, and of the modules before and after them.
 
         Args:
-            spec: A spec whose `TracedChoices` count. The costs are those of one rank of tp.
+            spec: A spec whose `TracedChoices` count, and whether its mesh has pp. The costs are
+                those of one rank of tp.
 
         Raises:
             PlanError: The model cannot be traced.
@@ -119,6 +133,7 @@ class Traced(Protocol):
             stop_above_bytes: Bytes that a rank may reserve before the estimate is abandoned.
 
         Raises:
+            StageError: A pipeline stage cannot run as the plan cuts it.
             PlanError: The memory of something in the plan cannot be estimated.
             OverError: Some rank reserves more than `stop_above_bytes`.
         """

@@ -25,6 +25,7 @@ from meshplan.planner.problem.allowed import why_not_allowed
 from meshplan.planner.problem.certified import OVER, certify_plan, words_of
 from meshplan.planner.problem.chains import Chains
 from meshplan.planner.problem.decision import Evaluated, PlanRequest
+from meshplan.planner.problem.live_model import StageError
 from meshplan.planner.problem.overrides import BlockChoice, blocks_of, statements
 from meshplan.planner.problem.truncated_estimate import Stages, TruncatedEstimate, TruncatedFigures
 from meshplan.planner.solve.config import Candidate
@@ -164,7 +165,9 @@ class PlanningProblem:
         tensors = self.trial.assignment.tensors.values()
         return next(p.info.dtype for p in tensors if not p.info.is_buffer)
 
-    def chain_at(self, tp: int, ep: int = 1, loss_chunks: int | None = None) -> Chain:
+    def chain_at(
+        self, tp: int, ep: int = 1, loss_chunks: int | None = None, is_staged: bool = False
+    ) -> Chain:
         """Return the chain of block costs of one rank of the tp and ep groups.
 
         Args:
@@ -172,8 +175,9 @@ class PlanningProblem:
             ep: Size of ep.
             loss_chunks: Number of token chunks of the loss; None for the number that the plan
                 states.
+            is_staged: True for the chain of a model that is cut into pipeline stages.
         """
-        return self._chains.at(tp, ep, loss_chunks)
+        return self._chains.at(tp, ep, loss_chunks, is_staged=is_staged)
 
     @cached_property
     def grid(self) -> NDArray[np.void]:
@@ -352,7 +356,9 @@ class PlanningProblem:
             found.append(self._known[key])
             if found[-1].fits:
                 return found[-1]
-        return min(found, key=lambda each: each.excess_bytes)
+        over = set.intersection(*(set(each.over) for each in found))
+        least = min(found, key=lambda each: each.excess_bytes)
+        return replace(least, over=tuple(sorted(over)))
 
     def _measure(
         self,
@@ -371,22 +377,22 @@ class PlanningProblem:
         try:
             plan = self._decided(request.read(overrides(stated)))
             links = self._truncated.links(plan)
-            most = float("inf") if to_the_end else self.capacity - links
+            # Of a live model's stages, all that do not fit are reported, not only the first.
+            is_staged = self._traced is not None and plan.assignment.stages is not None
+            most = float("inf") if to_the_end or is_staged else self.capacity - links
             memory = self._memory(plan, most, candidate, logs)
         except OverError as over:
             linear = candidate.linear_bytes[plan.mesh.index(over.rank, ("pp",))]
             excess = over.reserved_bytes + links - linear
             return ReplayedMemory(fits=False, excess_bytes=excess, is_of_row=self._is_of_row)
+        except StageError as error:
+            why = error.problems[0].what
+            return ReplayedMemory(fits=False, why=why, is_of_row=False, over=(error.place,))
         except MeshplanError as error:
             return ReplayedMemory(fits=False, why=error.problems[0].what)
         if (why := over_host(self.spec, plan, memory)) is not None:
             return ReplayedMemory(fits=False, why=why, is_of_row=False)
-        excess = 0.0
-        # Undo the estimate's margins, so that the reserved bytes are comparable to linear bytes.
-        for group in memory.groups:
-            linear = (group.band[1] - self._driver) / _SHARES
-            place = plan.mesh.index(group.ranks[0], ("pp",))
-            excess = max(excess, linear - candidate.linear_bytes[place])
+        excess, over = self._excess(plan, memory, candidate)
         evaluated = Evaluated(
             stated=stated, seconds=candidate.seconds, plan=plan, memory=memory, candidate=candidate
         )
@@ -394,7 +400,24 @@ class PlanningProblem:
             return ReplayedMemory(fits=False, why=OVER, is_of_row=False)
         self.measured.append(evaluated)
         fits = memory.fits is True
-        return ReplayedMemory(fits, excess, result=evaluated, is_of_row=self._is_of_row)
+        return ReplayedMemory(
+            fits, excess, result=evaluated, is_of_row=self._is_of_row,
+            over=over if is_staged else (),
+        )  # fmt: skip
+
+    def _excess(
+        self, plan: Plan, memory: MemoryEstimate, candidate: Candidate
+    ) -> tuple[float, tuple[int, ...]]:
+        """Return the most excess bytes of a rank, and the indices along pp of those over."""
+        excess, over = 0.0, set()
+        # Undo the estimate's margins, so that the reserved bytes are comparable to linear bytes.
+        for group in memory.groups:
+            linear = (group.band[1] - self._driver) / _SHARES
+            place = plan.mesh.index(group.ranks[0], ("pp",))
+            excess = max(excess, linear - candidate.linear_bytes[place])
+            if group.band[1] > memory.limit_bytes:
+                over.add(place)
+        return excess, tuple(sorted(over))
 
     def _decided(self, spec: Spec) -> Plan:
         """Return the plan that a spec without open fields declares for the model."""

@@ -7,13 +7,21 @@ blocks (`CostTable`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from meshplan.planner.knapsack.knapsack import NONE, Counts, Floats, KnapsackSolution, solve
+from meshplan.planner.knapsack.knapsack import (
+    NONE,
+    Counts,
+    Floats,
+    KnapsackSolution,
+    Options,
+    bytes_of,
+    solve,
+)
 from meshplan.planner.knapsack.lp_relaxation import solve_relaxations
 from meshplan.planner.knapsack.stage_cuts import cut_into_stages, least_cut_cost
 from meshplan.planner.tables.cost_table import CostTable, weights
@@ -225,9 +233,53 @@ class ConfigSolver:
             table[rank, each.at] = own[each.contents]
         return table.reshape(num, places, places)
 
+    def range_of(self, rank: int, i: int, j: int) -> tuple[Options, float, Counts]:
+        """Return the options, the linear bytes and the [kinds] counts of the blocks from i up to j.
+
+        The bytes are those that the blocks may use on this rank.
+        """
+        return self._menus[rank], self._capacities[rank], self._layout.counts(rank, i, j)
+
+    def put(self, rank: int, i: int, j: int, solution: KnapsackSolution) -> None:
+        """Take a solution for the block range from i up to j on a rank, with every capacity."""
+        table = self._cost_table
+        table.range_solutions[self._row, rank, i, j] = solution
+        for key in [key for key in table.answers if key[0] == self._row]:
+            del table.answers[key]
+
+    def replaced(self, candidate: Candidate, rank: int, solution: KnapsackSolution) -> Candidate:
+        """Return a candidate of this configuration with other options on one rank.
+
+        Ranks must have one stage each.
+        """
+        option_counts = [*candidate.option_counts]
+        option_counts[rank] = solution.option_counts
+        return self._of_options(candidate.ends, option_counts)
+
+    def _of_options(
+        self, ends: tuple[int, ...], option_counts: Sequence[tuple[tuple[int, ...], ...]]
+    ) -> Candidate:
+        times, linear = [], []
+        for menu, chosen, extra in zip(
+            self._menus, option_counts, self._layout.extra_bytes, strict=True
+        ):
+            counts = np.array(chosen)
+            times.append(float(np.where(counts > 0, counts * menu.seconds, 0.0).sum()))
+            linear.append(bytes_of(menu, KnapsackSolution(times[-1], chosen)) + extra)
+        a, b = self._weights
+        seconds = a * max(times) + b * sum(times) + float(self._cost_table.once_s[self._row])
+        return Candidate(self._row, seconds, ends, tuple(option_counts), tuple(linear))
+
     def _solve(self, rank: int, i: int, j: int, below: float = float("inf")) -> KnapsackSolution:
         """Return the fastest options of the block range from i up to j on a rank."""
         counts, menu = self._layout.counts(rank, i, j), self._menus[rank]
+        found: KnapsackSolution | None = self._cost_table.range_solutions.get(
+            (self._row, rank, i, j)
+        )
+        if found is not None and (
+            found is NONE or bytes_of(menu, found) <= self._capacities[rank]
+        ):
+            return found
         key = (id(menu), self._capacities[rank], counts.tobytes())
         if key not in self._known:
             choice = solve(menu, counts, self._capacities[rank], below)
@@ -240,10 +292,10 @@ class ConfigSolver:
         """Return the candidate with these boundaries of ranges and the fastest options."""
         option_counts, linear = [], []
         for rank, (i, j) in enumerate(itertools.pairwise(ends)):
-            chosen = self._solve(rank, i, j).option_counts
-            counts = np.array(chosen)
-            block_bytes = float(np.where(counts > 0, counts * self._menus[rank].memory, 0.0).sum())
-            option_counts.append(chosen)
-            linear.append(block_bytes + self._layout.extra_bytes[rank])
+            solution = self._solve(rank, i, j)
+            option_counts.append(solution.option_counts)
+            linear.append(
+                bytes_of(self._menus[rank], solution) + self._layout.extra_bytes[rank]
+            )
         stages = self._layout.stages(ends, option_counts)
         return Candidate(self._row, seconds, *stages, linear_bytes=tuple(linear))

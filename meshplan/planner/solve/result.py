@@ -22,6 +22,8 @@ class ReplayedMemory:
         why: The reason why the candidate cannot be planned (`fits` is then False); "" if it can.
         result: An object that the measuring function attaches, such as the evaluated plan; or None.
         is_of_row: If True, other candidates of the configuration have the same excess.
+        over: Indices along pp of the ranks that do not fit, or whose stage cannot run. It is given
+            only where a rank's memory depends on its own blocks alone; else ().
     """
 
     fits: bool
@@ -29,6 +31,7 @@ class ReplayedMemory:
     why: str = ""
     result: object = None
     is_of_row: bool = True
+    over: tuple[int, ...] = ()
 
 
 class Guess(NamedTuple):
@@ -100,6 +103,7 @@ class NodeState:
         guessed: Excess bytes by the last guess.
         dropped_guess: Excess bytes of a guess that was dropped later; None if there is no such
             guess.
+        has_ranges: If True, block ranges of the configuration were solved by replays.
     """
 
     capacity: float
@@ -113,6 +117,7 @@ class NodeState:
     reachable_s: float = float("inf")
     guessed: float = 0.0
     dropped_guess: float | None = None
+    has_ranges: bool = False
 
 
 def mesh_key(config: np.void) -> tuple[int, ...]:

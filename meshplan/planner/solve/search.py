@@ -19,9 +19,15 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.planner.solve.config import Candidate, ConfigSolver, config_bound, solve_config
+from meshplan.planner.solve.config import (
+    Candidate,
+    ConfigSolver,
+    config_bound,
+    solve_config,
+)
 from meshplan.planner.solve.failures import resolve_failures
 from meshplan.planner.solve.result import Guess, NodeState, ReplayedMemory, RuledOut, SearchResult
+from meshplan.planner.solve.stage_ranges import solve_ranges
 from meshplan.planner.solve.warm_start import WarmStart
 from meshplan.planner.tables.cost_table import CostTable, by_bound, memory_bounds, time_bounds
 
@@ -303,6 +309,8 @@ class _Search:
             return
         if candidate is None and state.sure_capacity is not None:
             return  # `_drop_guesses` requeues it if its candidate without the guess is fast.
+        if candidate is None and state.has_ranges and limit == float("inf"):
+            self._out.add(row)  # No cut fits, with any options.
         if candidate is None or max(candidate.linear_bytes) <= state.fits_up_to:
             return  # `resolve_failures` looks for others that failures left out.
         if candidate.seconds > least:
@@ -331,6 +339,9 @@ class _Search:
         state.sure_capacity = None
         state.tries, state.guesses = state.tries + 1, _MOST_GUESSES
         measured = self._measured(candidate)
+        if measured.over:
+            self._solve_ranges(candidate, state, measured)
+            return
         if measured.why:
             found.refused[row] = measured.why
             return
@@ -358,6 +369,23 @@ class _Search:
         if self._failures >= _FAILURES and found.best is None:
             self._failures = float("-inf")  # Try `WarmStart.any` only once per search.
             self._seed(self._seeds.any())
+
+    def _solve_ranges(
+        self, candidate: Candidate, state: NodeState, measured: ReplayedMemory
+    ) -> None:
+        """Solve the block ranges of the ranks that do not fit, and requeue the configuration."""
+        state.tries, state.has_ranges = 0, True
+
+        def measure(other: Candidate) -> ReplayedMemory:
+            found = self._measured(other)
+            if found.fits:
+                self._take(other, found)
+            return found
+
+        solver = ConfigSolver(self._cost_table, candidate.row, self._room(candidate.row))
+        if not solve_ranges(solver, candidate, measured, measure, self._is_late):
+            self._unproved = min(self._unproved, candidate.seconds)
+        heapq.heappush(self._waiting, (candidate.seconds, candidate.row))
 
     def _is_likely_over(self, row: int, state: NodeState, candidate: Candidate) -> bool:
         """Return True if a candidate does not fit by a guess.

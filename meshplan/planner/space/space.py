@@ -162,7 +162,7 @@ def freedom_of(
     axes["tp"] = tuple(t for t in axes["tp"] if t <= gpus_per_node or len(axes["tp"]) == 1)
     tensor = _tensor_parallel(spec, axes, refuses, rejected)
     axes["tp"] = tuple(tensor)
-    axes["pp"] = _pipelines(spec, axes["pp"], num_blocks, refuses, rejected)
+    axes["pp"] = _pipelines(spec, axes["pp"], num_blocks, refuses, rejected, is_traced)
     axes["pp"] = tuple(_as_stated(spec, axes["pp"], can_cut, rejected))
     axes["cp"], left_out = contexts_of(
         spec, axes["cp"], heads, lambda size: refuses(with_axes(spec, {"cp": size}))
@@ -267,10 +267,12 @@ def _pipelines(
     num_blocks: int,
     refuses: Callable[[Spec], str],
     rejected: list[Rejected],
+    is_traced: bool,
 ) -> tuple[int, ...]:
     """Return the sizes of pp that the model allows.
 
-    Every stage must have a block. If the model refuses two stages, more stages are not tried.
+    Every stage must have a block. If the model refuses two stages, more stages are not tried. If it
+    allows two, more are tried for a live model only: its forward may prevent some of the cuts.
     """
     more = [size for size in sizes if size > 1]
     why = refuses(with_axes(spec, {"pp": 2})) if more else ""
@@ -282,7 +284,12 @@ def _pipelines(
         what = f"mesh.pp={', '.join(map(str, over))}"
         there = "is 1 block" if num_blocks == 1 else f"are {num_blocks} blocks"
         rejected.append(Rejected(what, f"there {there}, and each stage has one"))
-    return tuple(size for size in sizes if size <= max(1, num_blocks))
+    allowed = [size for size in sizes if size <= max(1, num_blocks)]
+    for size in [size for size in allowed if size > 2 and is_traced]:
+        if why := refuses(with_axes(spec, {"pp": size})):
+            rejected.append(Rejected(f"mesh.pp={size}", why))
+            allowed.remove(size)
+    return tuple(allowed)
 
 
 def _as_stated(

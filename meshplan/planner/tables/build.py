@@ -1,6 +1,6 @@
 """Build the `CostTable` of a model on a machine.
 
-Its figures derive from the chains of block costs, one for each (tp, ep, number of loss chunks).
+Its figures derive from the chains of block costs, one for each `cost.grid.ProgramKey`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ONCE: Final = [OPTIONS.index((0, reshard)) for _, reshard in OPTIONS]
 
 def cost_table_of(
     grid: NDArray[np.void],
-    chain_of: Callable[[int, int, int], Chain],
+    chain_of: Callable[[int, int, int, bool], Chain],
     *,
     profile: Profile,
     gpus_per_node: int,
@@ -66,7 +66,7 @@ def cost_table_of(
 
     Args:
         grid: The configurations.
-        chain_of: Maps (tp, ep, number of loss chunks) to the chain of block costs of one rank.
+        chain_of: Maps the fields of a `ProgramKey` to the chain of block costs of one rank.
         profile: Speeds of the machine.
         gpus_per_node: Devices of one node.
         precision: Dtypes by role.
@@ -178,7 +178,8 @@ def cost_table_of(
             last_stage_extra_bytes[rows], _known(backward_extra_bytes[rows]) - behind
         )
         cut_at = [k.boundary_bytes for k in chain.kinds if k.has_options] or [0.0]
-        sent[rows] = np.where(part["pp"] > 1, part["micro"] / part["cp"] * min(cut_at), 0.0)
+        if not chain.saves_outputs:
+            sent[rows] = np.where(part["pp"] > 1, part["micro"] / part["cp"] * min(cut_at), 0.0)
         crossing[rows] = crossing_seconds(part, boundary, profile, gpus_per_node, order)
     zero = np.zeros(len(grid))
     counts = np.bincount(first.order, minlength=len(first.kinds))
@@ -188,6 +189,7 @@ def cost_table_of(
         grid=grid,
         order=first.order,
         names=first.names,
+        starts=next((chain.starts for chain in chains.values() if chain.starts), ()),
         seconds=seconds,
         saved=saved,
         resident=resident,

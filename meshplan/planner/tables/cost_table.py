@@ -66,6 +66,8 @@ class CostTable:
         stages: Stage that the plan fixes for each place in `order`: its number,
             `fixed_stages.LAST` for the last stage, or None if the plan fixes none; () if it fixes
             no stage at all.
+        starts: For each place in `order`, True if a pipeline stage may begin with it; () if a stage
+            may begin with any block.
         compute_s: [configs, kinds] part of `seconds` for the model's operations, without
             communication and recomputation.
         tensor_s: [configs, kinds] part of `seconds` for communication of tp, ep and cp.
@@ -91,6 +93,7 @@ class CostTable:
     reduction_floor_bytes: Floats
     once_s: Floats
     stages: tuple[int | None, ...] = ()
+    starts: tuple[bool, ...] = ()
     compute_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     tensor_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     recompute_s: Floats = field(default_factory=lambda: np.zeros((0, 0, 0)))
@@ -122,6 +125,14 @@ class CostTable:
     @cached_property
     def answers(self) -> dict[tuple[int, float], Any]:
         """Cache of `solve_config` by (configuration, capacity); a search varies the capacity."""
+        return {}
+
+    @cached_property
+    def range_solutions(self) -> dict[tuple[int, int, int, int], Any]:
+        """Solutions found by replays (`solve.stage_ranges`).
+
+        They are by (configuration, rank along pp, first place of the range, place after the last).
+        """
         return {}
 
     @cached_property
@@ -166,6 +177,7 @@ class CostTable:
             reduction_floor_bytes=self.reduction_floor_bytes[at],
             once_s=self.once_s[at],
             stages=self.stages,
+            starts=self.starts,
         )
 
     def extra_bytes(self, row: int, rank: int) -> float:

@@ -91,7 +91,8 @@ class StageLayout:
         """Return the block ranges that a rank may have."""
         table = self._cost_table
         is_block, kinds = tuple(table.is_block.tolist()), len(table.counts)
-        at, contents = _in_line(self.num, rank, table.order, kinds, is_block, self._pinned)
+        starts = table.starts or is_block
+        at, contents = _in_line(self.num, rank, table.order, kinds, is_block, starts, self._pinned)
         return BlockRanges(table.alike[0], at, contents)
 
     def stages(
@@ -259,11 +260,12 @@ def _in_line(
     order: tuple[int, ...],
     kinds: int,
     is_block: tuple[bool, ...],
+    starts: tuple[bool, ...],
     pinned: tuple[tuple[int, int], ...],
 ) -> tuple[Counts, Counts]:
     """Return the block ranges that a rank may have, with one stage per rank.
 
-    Every range contains a block, and every range but the first begins with one. Places outside the
+    Every range contains a block, and every range but the first begins with one of `starts`. Places outside the
     blocks go with the block before them, or with the first rank. At least one place is left for
     each rank before and after.
 
@@ -273,6 +275,7 @@ def _in_line(
         order: Kind of each place.
         kinds: Number of kinds.
         is_block: True for each place that is a block.
+        starts: True for each block that a range may begin with.
         pinned: (place, rank) of the places whose rank is fixed.
 
     Returns:
@@ -282,7 +285,7 @@ def _in_line(
     last = len(is_block)
     # Mask the places where a range may begin or end: at a block, and at the very first place. Then
     # test all pairs i < j: [pairs].
-    can_begin = np.append(is_block, False)
+    can_begin = np.append(np.logical_and(is_block, starts), False)
     can_begin[0] = True
     can_end = np.append(False, np.logical_or.accumulate(is_block))
     i, j = np.triu_indices(last + 1, 1)

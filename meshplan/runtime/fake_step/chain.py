@@ -15,14 +15,17 @@ from typing import Final, NamedTuple
 
 from torch import nn
 
+from meshplan.assign.axes.stages import StageStarts, stage_starts
 from meshplan.cost.types import BlockKind, Chain, Sent, Tally
 from meshplan.errors import Origin, PlanError, Problem
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.layout.mesh import UNIT_AXES
 from meshplan.memory.log.microbatch import HookKind, MicrobatchTrace
 from meshplan.plan.plan import Plan
+from meshplan.planner.space.trials import with_axes
 from meshplan.runtime.fake_step.costs import MicrobatchCosts
 from meshplan.runtime.fake_step.kernels import OperatorWork
+from meshplan.traffic.pipeline import sent_bytes
 
 FIRST: Final = ""
 LAST: Final = "loss"
@@ -54,30 +57,62 @@ class Traces(NamedTuple):
     backward_bytes: Kept
 
 
-def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
+class Staged(NamedTuple):
+    """Where pipeline stages may cut a model, and what they send.
+
+    Attributes:
+        starts: The blocks that a stage can begin with.
+        boundary_bytes: Bytes that a stage sends to the next one, for one sample: the most of all
+            cuts.
+    """
+
+    starts: StageStarts
+    boundary_bytes: float
+
+    def place_of(self, fqn: str) -> str:
+        """Return the place of the chain that a parameter outside of the blocks belongs to."""
+        home, blocks = self.starts.homes[fqn], self.starts.blocks
+        return LAST if blocks and home == blocks[-1] else home
+
+
+def staged_of(plan: Plan) -> Staged:
+    """Return where pipeline stages may cut the model of a plan that has a pipeline."""
+    flow = plan.graph.flow
+    assert flow is not None
+    starts = stage_starts(with_axes(plan.spec, {"pp": 2}), plan.graph)
+    (_, first), *_ = flow.inputs
+    most = max((sent_bytes(plan, values) for values in starts.crossing.values()), default=0)
+    return Staged(starts, most / flow.values[first].shape[0])
+
+
+def chain_of(plan: Plan, one: Traces, two: Traces, staged: Staged | None = None) -> Chain:
     """Return the chain of a model from microbatches with two numbers of samples.
 
     Args:
         plan: The plan under which the microbatches were recorded.
         one: Microbatches with n samples.
         two: Microbatches with n + 1 samples.
+        staged: Where pipeline stages may cut the model; None for the chain without a pipeline.
     """
     samples = one.samples
     order = _order(one.plain.trace, plan.graph.blocks())
-    sizes = _numels(plan, order, one.plain.trace.gradients.keys())
-    plain = [_shares(traces.plain, order) for traces in (one, two)]
-    recomputed = [_shares(traces.recomputed, order) for traces in (one, two)]
+    sizes = _numels(plan, order, one.plain.trace.gradients.keys(), staged)
+    is_staged = staged is not None
+    plain = [_shares(traces.plain, order, is_staged) for traces in (one, two)]
+    recomputed = [_shares(traces.recomputed, order, is_staged) for traces in (one, two)]
     nothing = (0, 0)
     found = []
     for name in (FIRST, *order, LAST):
+        # In a pipeline it is not known which stage saves what is computed outside of the blocks.
+        counted = () if is_staged and name not in order else (0, 1)
         kept = [
             _for_each(
                 one.kept.get(name, nothing)[recompute],
                 two.kept.get(name, nothing)[recompute],
                 samples,
             )
-            for recompute in (0, 1)
-        ]
+            for recompute in counted
+        ] or [0.0, 0.0]
         forward = _tally([share[False, name] for share in plain], samples)
         backward = _tally([share[True, name] for share in plain], samples)
         pairs = zip(recomputed, plain, strict=True)
@@ -98,14 +133,14 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
             sent_recompute=(*(_NOTHING_SENT,) * 2, sent_again if name in order else _NOTHING_SENT),
             saved_bytes=(kept[0], kept[0], kept[1]),
             transient_bytes=(0.0, 0.0, 0.0),
-            boundary_bytes=0.0,
+            boundary_bytes=staged.boundary_bytes if staged is not None else 0.0,
         )
         found.append(kind)
     backward_bytes = tuple(_backward_bytes(one, two, name) for name in (FIRST, *order, LAST))
-    return replace(_chain(found, order), backward_bytes=backward_bytes)
+    return replace(_chain(found, order, staged), backward_bytes=backward_bytes)
 
 
-def chain_as_run(plan: Plan, counted: MicrobatchCosts) -> Chain:
+def chain_as_run(plan: Plan, counted: MicrobatchCosts, staged: Staged | None = None) -> Chain:
     """Return the chain of a model from one microbatch that was counted under its plan.
 
     Recomputation is counted as backward. The bytes that blocks save for backward are 0, because
@@ -114,9 +149,12 @@ def chain_as_run(plan: Plan, counted: MicrobatchCosts) -> Chain:
     Args:
         plan: The plan that was run, without pp and cp.
         counted: The counts of one microbatch under the plan.
+        staged: Where pipeline stages may cut the model; None for the chain without a pipeline.
     """
     order = _order_run(counted)
-    sizes, shares = _numels(plan, order, counted.trace.gradients.keys()), _shares(counted, order)
+    sizes = _numels(plan, order, counted.trace.gradients.keys(), staged)
+    shares = _shares(counted, order, staged is not None)
+    boundary = counted.input_bytes / (plan.micro or 1)
     none, samples = Tally(), plan.micro or 1
     width = min(DTYPE_BYTES[dtype] for dtype in plan.assignment.compute_dtypes)
     found = []
@@ -139,20 +177,21 @@ def chain_as_run(plan: Plan, counted: MicrobatchCosts) -> Chain:
                 sent_recompute=(_NOTHING_SENT,) * 3,
                 saved_bytes=(0.0, 0.0, 0.0),
                 transient_bytes=(0.0, 0.0, 0.0),
-                boundary_bytes=counted.input_bytes / samples,
+                boundary_bytes=boundary if staged is None else staged.boundary_bytes,
                 context_bytes=forward.context_bytes / samples,
                 exchanged_bytes=forward.exchanged_bytes / samples,
             )
         )
-    return _chain(found, order)
+    return _chain(found, order, staged)
 
 
-def _chain(found: Sequence[BlockKind], order: Sequence[str]) -> Chain:
+def _chain(found: Sequence[BlockKind], order: Sequence[str], staged: Staged | None) -> Chain:
     """Return the chain of places, where equal ones are of one kind, named after the first of them.
 
     Args:
         found: The costs of the first place, of each block of `order`, and of the last place.
         order: Fqns of the blocks.
+        staged: Where pipeline stages may cut the model; None for the chain without a pipeline.
     """
     kinds: dict[BlockKind, BlockKind] = {}
     each = [
@@ -164,6 +203,8 @@ def _chain(found: Sequence[BlockKind], order: Sequence[str]) -> Chain:
         kinds=tuple(distinct),
         order=tuple(distinct.index(kind) for kind in each),
         names=("", *order, ""),
+        starts=() if staged is None else (True, *(n in staged.starts.blocks for n in order), False),
+        saves_outputs=staged is not None,
     )
 
 
@@ -240,14 +281,23 @@ def _order_run(counted: MicrobatchCosts) -> list[str]:
     return sorted(there, key=lambda block: at[counted.shown[block]])
 
 
-def _shares(seen: MicrobatchCosts, order: Sequence[str]) -> Mapping[tuple[bool, str], OperatorWork]:
+def _shares(
+    seen: MicrobatchCosts, order: Sequence[str], is_staged: bool
+) -> Mapping[tuple[bool, str], OperatorWork]:
     """Return work by (True for backward, place of the chain).
 
     A block that was left out gets the work of the equal block that ran instead.
+
+    Args:
+        seen: The record of a microbatch.
+        order: Fqns of the blocks, in the order of their first forward.
+        is_staged: If True, work between two blocks counts in the first of them, since it is in that
+            stage; if False, it counts in the first place.
     """
     by_shown: dict[str, list[str]] = {}
     for block in order:
         by_shown.setdefault(seen.shown[block], []).append(block)
+    before = dict(zip(order, (FIRST, *order), strict=False))
     out: dict[tuple[bool, str], OperatorWork] = defaultdict(OperatorWork)
 
     def add(is_backward: bool, name: str, done: OperatorWork) -> None:
@@ -261,17 +311,21 @@ def _shares(seen: MicrobatchCosts, order: Sequence[str]) -> Mapping[tuple[bool, 
         for block in blocks:
             is_last = where.is_after and not where.is_backward and block == order[-1]
             between = LAST if is_last else FIRST
+            if is_staged and not is_last:
+                # What runs after a block's backward is what runs before its forward.
+                between = before[block] if where.is_backward else block
             add(where.is_backward, between if where.is_after else block, done)
     return out
 
 
 def _numels(
-    plan: Plan, order: Sequence[str], trained: Collection[str]
+    plan: Plan, order: Sequence[str], trained: Collection[str], staged: Staged | None
 ) -> Mapping[str, tuple[tuple[int, ...], int]]:
     """Return, by place, (numels of its parameters, numel of those without a gradient).
 
-    Numels are those of one rank of tp. A parameter belongs to the innermost block around its unit;
-    if there is none, to the first place, since the root unit gathers it.
+    Numels are those of one rank of tp. A parameter belongs to the innermost block around its unit.
+    If there is none, it belongs to the first place, since the root unit gathers it; in a pipeline,
+    to the first or last place or to the first block of the stage that needs it.
     """
     numels: dict[str, list[int]] = {name: [] for name in (FIRST, *order, LAST)}
     frozen = dict.fromkeys(numels, 0)
@@ -281,6 +335,8 @@ def _numels(
         name = placed.unit or ""
         while name and name not in numels:
             name = name.rpartition(".")[0]
+        if not name and staged is not None:
+            name = staged.place_of(fqn)
         # Shard over tp only; the cost model divides by the data axes itself.
         layout = placed.stored.without(*UNIT_AXES)
         numel = layout.local_numel(placed.info.shape, plan.mesh)

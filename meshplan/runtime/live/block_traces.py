@@ -23,7 +23,7 @@ from meshplan.memory.repeat.scale import scaled
 from meshplan.memory.repeat.segments import NotComposableError
 from meshplan.memory.replay import Prepared
 from meshplan.plan.plan import Plan
-from meshplan.runtime.fake_step.chain import Kept, Traces, chain_of, check_speed
+from meshplan.runtime.fake_step.chain import Kept, Staged, Traces, chain_of, check_speed
 from meshplan.runtime.fake_step.costs import (
     Ask,
     MicrobatchCosts,
@@ -136,6 +136,16 @@ class BlockTraces:
         )
         return chain
 
+    def staged_chain(self, staged: Staged) -> Chain:
+        """Return the costs of the blocks, and of the modules around them, in pipeline stages.
+
+        Args:
+            staged: Where stages may cut the model.
+        """
+        assert self.chain  # Checks that the speed of the operators is known.
+        traces, base = self._traces
+        return chain_of(self.plan, traces[base], traces[base + 1], staged)
+
     # Traces
 
     def _traced_already(self, key: tuple[int, frozenset[str]]) -> MicrobatchTrace | None:
@@ -159,12 +169,15 @@ class BlockTraces:
         """The inputs, targets and loss of `MOST` samples."""
         return self._in_words(lambda: loop_of(self._model, self.plan))
 
-    def _loop(self, plan: Plan) -> DefaultLoop:
-        """Return the inputs, targets and loss of one microbatch of a plan."""
-        if plan.micro is not None and plan.micro <= MOST:
-            return self.loop
+    def loop_of(self, plan: Plan) -> DefaultLoop:
+        """Return the inputs, targets and loss of `batch.micro` samples of a plan."""
         one = replace(plan, accumulate=1)
         return self._in_words(lambda: loop_of(self._model, one, self.loop.returned))
+
+    def _loop(self, plan: Plan) -> DefaultLoop:
+        """Return the inputs, targets and loss of one microbatch of a plan, and maybe of more."""
+        is_enough = plan.micro is not None and plan.micro <= MOST
+        return self.loop if is_enough else self.loop_of(plan)
 
     def _watched(self, loop: DefaultLoop, asks: list[Ask]) -> list[MicrobatchCosts]:
         words = "microbatches" if len(asks) > 1 else "a microbatch of the plan"
@@ -187,13 +200,7 @@ class BlockTraces:
         return watch_rank(self._model, plan, inputs, targets, loop.loss_fn, self._device)
 
     def _in_words(self, run: Callable[[], Any]) -> Any:
-        """Return `run()`, with every exception of the model's own code raised as a PlanError."""
-        try:
-            return run()
-        except MeshplanError as error:
-            raise PlanError(error.problems) from None
-        except Exception as error:
-            raise PlanError(problem_of(error, self._model, self._origin)) from None
+        return in_words(run, self._model, self._origin)
 
     @cached_property
     def _traces(self) -> tuple[dict[int, Traces], int]:
@@ -243,6 +250,22 @@ class BlockTraces:
                 )  # fmt: skip
             self._composers[samples] = Composer(plain, recomputed, self._blocks)
         return self._composers[samples]
+
+
+def in_words(run: Callable[[], Any], model: nn.Module, origin: Origin | None) -> Any:
+    """Return `run()`, with every exception of the model's own code raised as a PlanError.
+
+    Args:
+        run: Runs the model.
+        model: The model, which the message names.
+        origin: Place where the user named the model; None if the user passed the model itself.
+    """
+    try:
+        return run()
+    except MeshplanError as error:
+        raise PlanError(error.problems) from None
+    except Exception as error:
+        raise PlanError(problem_of(error, model, origin)) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from meshplan.runtime.base.batch import mapped
 from meshplan.runtime.base.subprocess_pool import run_in_subprocesses
 from meshplan.runtime.estimate.estimate import estimate_by_trace
 from meshplan.runtime.estimate.request import EstimateRequest, decided, decided_of
-from meshplan.runtime.fake_step.chain import chain_as_run, check_speed
+from meshplan.runtime.fake_step.chain import chain_as_run, check_speed, staged_of
 from meshplan.runtime.fake_step.costs import MicrobatchCosts, watch_rank, with_recompute
 from meshplan.runtime.fake_step.default_loop import loop_of
 from meshplan.runtime.trace.trace_errors import refused
@@ -93,7 +93,7 @@ def _ran(request: EstimateRequest, micro: int) -> _Ran:
         raise
     except Exception as error:  # The model's own code may raise anything.
         raise refused(error, model, origin) from None
-    chain = chain_as_run(tp, counted)
+    chain = chain_as_run(tp, counted, staged_of(plan) if plan.assignment.stages else None)
     return _Ran(chain, plain.flops / _FEW, counted.convolved, counted.unknown)
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final
 
 import torch.distributed as dist
 from torch import nn
 
+from meshplan.assign.axes.stages import stage_starts
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, Origin, PlanError, Problem
 from meshplan.memory.analytic.ranks import ERROR, OverError
@@ -35,8 +36,10 @@ from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.estimate.estimate import estimate_by_trace
 from meshplan.runtime.estimate.request import EstimateRequest
 from meshplan.runtime.estimate.scale_down import ModelSource
+from meshplan.runtime.fake_step.chain import staged_of
 from meshplan.runtime.live.block_traces import MOST, BlockTraces
 from meshplan.runtime.live.priced import priced
+from meshplan.runtime.live.stage_traces import StageTraces
 from meshplan.runtime.trace.rehearse import recorded
 from meshplan.spec.spec import Spec
 
@@ -77,6 +80,8 @@ class TracedModel:
         self._origin, self._report = origin, report
         self._traces: dict[TracedChoices, BlockTraces] = {}
         self._why_not: dict[TracedChoices, str] = {}
+        self._staged_chains: dict[TracedChoices, Chain] = {}
+        self._stages = StageTraces(model, device=device, origin=origin, report=report)
 
     # Interface of the planner
 
@@ -89,11 +94,26 @@ class TracedModel:
         whys = ((*_unsearched(each), *_without_figures(each)) for each in (spec, stated))
         why = next((why for each in whys for why in each), "")
         choices = TracedChoices.of(spec)
-        if why or choices.tp == 1:
+        if why:
             return why
-        if choices not in self._why_not:
+        if choices.tp > 1 and choices not in self._why_not:
             self._why_not[choices] = self._why_no_tp(spec)
-        return self._why_not[choices]
+        why = self._why_not.get(choices, "")
+        return why or (self._why_no_stages(spec) if _spreads(spec, "pp") else "")
+
+    def _why_no_stages(self, spec: Spec) -> str:
+        """Return why plans with this pp cannot be searched; "" if they can."""
+        if dist.is_initialized():
+            return (
+                "this process is in a process group, so the model cannot run as a rank of pp; "
+                "meshplan plan searches pp before the job starts"
+            )
+        try:
+            plan = self.decide(spec)
+            starts = stage_starts(with_axes(spec, {"pp": 2}), plan.graph)
+        except MeshplanError as error:
+            return error.problems[0].what
+        return starts.problem(plan.mesh.size("pp"))
 
     def _why_no_tp(self, spec: Spec) -> str:
         """Return why plans with this tp cannot be searched; "" if they can."""
@@ -149,8 +169,17 @@ class TracedModel:
             return error
 
     def chain(self, spec: Spec) -> Chain:
-        """Return the costs of the blocks, and of the modules before and after them."""
-        return self.traces(spec).chain
+        """Return the costs of the blocks, and of the modules before and after them.
+
+        With pp in the mesh of `spec`, they are those of a model that is cut into stages.
+        """
+        if not _spreads(spec, "pp"):
+            return self.traces(spec).chain
+        choices = TracedChoices.of(spec)
+        if choices not in self._staged_chains:
+            staged = staged_of(self.decide(spec))
+            self._staged_chains[choices] = self.traces(spec).staged_chain(staged)
+        return self._staged_chains[choices]
 
     def traces(self, spec: Spec) -> BlockTraces:
         """Return the traces of microbatches under the `TracedChoices` of a spec.
@@ -191,16 +220,25 @@ class TracedModel:
         if problems := list(_clashes(plan)):
             raise PlanError(problems)
         traces = self.traces(plan.spec)
+        if plan.assignment.stages is not None:
+            if problems := list(traces.clashes(plan)):
+                raise PlanError(problems)
+            return self._estimate(
+                plan,
+                partial(self._stages.log, plan, loop_of=lambda: traces.loop_of(plan)),
+                "all microbatches of a step were traced through each stage",
+                stop_above_bytes,
+            )
         least, most = traces.works(plan)
         # No trace of this plan is needed if the composed upper bound fits into
         # `stop_above_bytes`, or if even the composed lower bound does not.
         try:
-            return self._estimate(plan, most, stop_above_bytes)
+            return self._composed(plan, most, stop_above_bytes)
         except OverError:
             if least is most:
                 raise
-        self._estimate(plan, least, stop_above_bytes)  # May raise OverError.
-        return self._estimate(plan, traces.traced_as_is(plan), stop_above_bytes)
+        self._composed(plan, least, stop_above_bytes)  # May raise OverError.
+        return self._composed(plan, traces.traced_as_is(plan), stop_above_bytes)
 
     def certify(self, plan: Plan, stop_above_bytes: float = float("inf")) -> MemoryEstimate:
         """Estimate every rank's memory from a microbatch traced under the plan itself.
@@ -208,25 +246,48 @@ class TracedModel:
         If a subprocess can build the model, `estimate_by_trace` makes the estimate, so that the
         planner and `meshplan estimate` report the same bytes.
         """
+        if plan.assignment.stages is not None:
+            if self._source is not None:
+                return estimate_by_trace(self._asked(plan.spec), self._report)
+            return self.memory(plan, stop_above_bytes)
         traced = self.traces(plan.spec).traced_as_is(plan)
         if self._source is not None:
             return estimate_by_trace(self._asked(plan.spec), self._report)
-        return self._estimate(plan, traced, stop_above_bytes)
+        return self._composed(plan, traced, stop_above_bytes)
 
-    def _estimate(self, plan: Plan, prepared: Prepared, stop_above_bytes: float) -> MemoryEstimate:
+    def _composed(self, plan: Plan, prepared: Prepared, stop_above_bytes: float) -> MemoryEstimate:
+        """Estimate every rank's memory from one microbatch of the whole model."""
+        is_exact = any(traces.is_exact(prepared) for traces in self._traces.values())
+        how = "under the plan" if is_exact else "block by block, not under the plan itself"
+        return self._estimate(
+            plan,
+            lambda rank: composed_log(prepared, plan, rank),
+            f"a microbatch of the model was traced {how}",
+            stop_above_bytes,
+        )
+
+    def _estimate(
+        self, plan: Plan, log_of: Callable[[int], EventLog], traced: str, stop_above_bytes: float
+    ) -> MemoryEstimate:
+        """Estimate every rank's memory.
+
+        Args:
+            plan: A plan of this model.
+            log_of: Returns the log of a rank's step.
+            traced: What was traced, for the user.
+            stop_above_bytes: As in `memory`.
+        """
         groups = equal_ranks(plan.assignment)
         logs: list[EventLog] = []
         replayed: dict[int, ReservedLog] = {}
         holding = ReplayCache(self._device, plan.spec)
         for number, ranks in enumerate(groups):
-            logs.append(composed_log(prepared, plan, ranks[0]))
+            logs.append(log_of(ranks[0]))
             if logs[-1].pooled_bytes > stop_above_bytes:
                 raise OverError(ranks[0], logs[-1].pooled_bytes)
             replayed[number] = holding.of(logs[-1])
             if replayed[number].reserve.reserved_bytes > stop_above_bytes:
                 raise OverError(ranks[0], replayed[number].reserve.reserved_bytes)
-        is_exact = any(traces.is_exact(prepared) for traces in self._traces.values())
-        how = "under the plan" if is_exact else "block by block, not under the plan itself"
         return assemble(
             plan,
             groups,
@@ -234,7 +295,7 @@ class TracedModel:
             device=self._device,
             limit_bytes=self._limit_bytes,
             tier=Tier.REPLAY,
-            certified=f"a microbatch of the model was traced {how}; wrappers were added by rules",
+            certified=f"{traced}; wrappers were added by rules",
             assumed=self._assumed(plan),
             error=ERROR,
             replayed=replayed,
@@ -252,16 +313,16 @@ class TracedModel:
 
 def _clashes(plan: Plan) -> Iterator[Problem]:
     """Yield reasons why the memory of a plan cannot be composed from microbatches."""
-    if plan.assignment.stages is not None or plan.mesh.size("cp", "ep") > 1:
-        what = "pp, cp or ep exceeds 1, but the live model was traced without these axes"
+    if plan.mesh.size("cp", "ep") > 1:
+        what = "cp or ep exceeds 1, but the live model was traced without these axes"
         fix = "remove them from the mesh, or state the whole plan and run meshplan estimate"
         yield Problem(what, plan.spec.origin("mesh"), fix)
 
 
 def _unsearched(spec: Spec) -> Iterator[str]:
     """Yield reasons why a spec can only be priced as it is, not searched."""
-    axes = {"pp": "pipeline parallelism", "cp": "context parallelism"}
-    yield from (f"{word} {_AS_STATED}" for axis, word in axes.items() if _spreads(spec, axis))
+    if _spreads(spec, "cp"):
+        yield f"context parallelism {_AS_STATED}"
     modes = {spec.activation_checkpointing.mode} | {
         rule.activation_checkpointing.mode
         for rule in spec.rules

@@ -36,6 +36,7 @@ from meshplan.runtime.base.phases import begin
 from meshplan.runtime.checks.forward_writes import before_backward, begin_microbatch
 from meshplan.runtime.torch_private.private import reduce_units
 from meshplan.runtime.watch.guard import fails_together, is_lost_connection
+from meshplan.traffic.pipeline import sent_dtype
 from meshplan.traffic.sequence import SequenceCuts
 
 Meta = tuple[tuple[int, ...], torch.dtype, bool]
@@ -324,13 +325,11 @@ class PipelineStep:
             ApplyError: The recorded forward does not show whether a value is sharded along the
                 sequence.
         """
-        precision = self.parts[stage + 1].plan.spec.precision
-        dtype = getattr(torch, precision.param) if precision.is_mixed and precision.param else None
+        plan = self.parts[stage + 1].plan
         out: list[Meta] = []
         for number in self.form.program.sent(stage):
             value = self.form.program.flow.values[number]
-            kind = getattr(torch, value.dtype)
-            kind = dtype if dtype is not None and kind.is_floating_point else kind
+            kind: torch.dtype = getattr(torch, sent_dtype(plan, value.dtype))
             shape = self.form.sequence.shape(number, value.shape)
             if shape is None:
                 what = (

@@ -1,0 +1,122 @@
+"""Traces of a live model's pipeline stages, shared by all plans in which a stage does the same.
+
+The trace of a rank covers all microbatches of a step, through the rank's stages. It depends on the
+modules of these stages, on the microbatches and on what is recomputed, but not on the cuts between
+other stages nor on the data axes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from meshplan.errors import Origin, PlanError
+from meshplan.memory.log.events import EventLog
+from meshplan.memory.log.microbatch import MicrobatchTrace
+from meshplan.memory.replay import Prepared
+from meshplan.memory.replay.main import check_rules
+from meshplan.memory.replay.step import composed_log
+from meshplan.plan.plan import Plan
+from meshplan.plan.restrict import restrict
+from meshplan.planner.problem.live_model import StageError, TracedChoices
+from meshplan.runtime.base.batch import mapped
+from meshplan.runtime.fake_step.default_loop import DefaultLoop
+from meshplan.runtime.fake_step.microbatch import trace_microbatch
+from meshplan.runtime.live.block_traces import in_words
+
+
+class StageTraces:
+    """Event logs of the ranks of plans with a pipeline, for one live model.
+
+    Args:
+        model: The unsharded model of one process, on any device. It is copied, and its values are
+            not read.
+        device: Name of the device whose kernels are emulated.
+        origin: Place where the user named the model; None if the user passed the model itself.
+        report: Called with lines on the progress.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device: str,
+        origin: Origin | None,
+        report: Callable[[str], None],
+    ) -> None:
+        self._model, self._device = model, device
+        self._origin, self._report = origin, report
+        self._known: dict[Hashable, Prepared | StageError] = {}
+
+    def log(self, plan: Plan, rank: int, loop_of: Callable[[], DefaultLoop]) -> EventLog:
+        """Return the log of one rank's step.
+
+        Args:
+            plan: A plan of this model with a pipeline.
+            rank: The rank.
+            loop_of: Returns the loop of a step of the plan; called if the trace is missing.
+
+        Raises:
+            StageError: The stages of the rank cannot run.
+            PlanError: There are no rules for a feature of the plan.
+        """
+        check_rules(plan)
+        return composed_log(self._prepared(plan, rank, loop_of), plan, rank)
+
+    def _prepared(self, plan: Plan, rank: int, loop_of: Callable[[], DefaultLoop]) -> Prepared:
+        key, place = _key(plan, rank), plan.mesh.index(rank, ("pp",))
+        if key not in self._known:
+            self._report(f"tracing {_words(plan, place)} of {type(self._model).__name__}")
+            run = partial(self._traced, plan, rank, loop_of())
+            try:
+                self._known[key] = Prepared(in_words(run, self._model, self._origin))
+            except PlanError as error:
+                self._known[key] = StageError(error.problems, place)
+        found = self._known[key]
+        if isinstance(found, StageError):
+            raise found
+        return found
+
+    def _traced(self, plan: Plan, rank: int, loop: DefaultLoop) -> MicrobatchTrace:
+        inputs, targets = mapped((loop.inputs, loop.targets), lambda tensor: tensor.clone())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return trace_microbatch(
+                self._model, plan, inputs, targets, loop.loss_fn, rank, self._device
+            )
+
+
+def _key(plan: Plan, rank: int) -> Hashable:
+    """Return all that the trace of a rank depends on."""
+    stages = plan.assignment.stages
+    assert stages is not None
+    place = plan.mesh.index(rank, ("pp",))
+    parts: list[Any] = []
+    for stage in stages.of_rank(place):
+        own = restrict(plan, stage).assignment
+        parts += (
+            tuple(fqn for fqn, at in stages.units if at == stage),
+            frozenset(own.recompute),
+            tuple(
+                (fqn, p.compute_dtype, len(stages.tensors[fqn])) for fqn, p in own.tensors.items()
+            ),
+            tuple((fqn, str(unit.precision), unit.casts_inputs) for fqn, unit in own.units.items()),
+            own.wrapper,
+        )
+    return (
+        TracedChoices.of(plan.spec),
+        plan.mesh.index(rank, ("pp", "tp")) if plan.mesh.size("tp") > 1 else place,
+        (plan.micro, stages.schedule, stages.num_ranks, stages.virtual, stages.microbatches),
+        tuple(parts),
+    )
+
+
+def _words(plan: Plan, place: int) -> str:
+    stages = plan.assignment.stages
+    assert stages is not None
+    number, count = stages.of_rank(place)[0], stages.microbatches
+    return f"stage {number} of {stages.num} with {count} microbatches"
