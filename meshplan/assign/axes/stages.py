@@ -8,7 +8,7 @@ in the order in which they are defined.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -210,6 +210,21 @@ def _of_one_block(block: str, runs: Sequence[int]) -> Bond:
     return Bond(runs[0], runs[-1], why)
 
 
+def _first_units(later: Mapping[str, int], bonds: Iterable[Bond]) -> dict[str, int]:
+    """Return the first units of the blocks that a stage can begin with.
+
+    Args:
+        later: By block, the index of its first unit.
+        bonds: The units that must be in one stage.
+    """
+    kept = [*bonds]
+    return {
+        block: number
+        for block, number in later.items()
+        if not any(bond.first < number <= bond.last for bond in kept)
+    }
+
+
 _Units = list[tuple[str, Call | None]]
 """Pairs (fqn of a unit's module, its call) in order; the call is None if no forward is known."""
 
@@ -369,23 +384,43 @@ class _StageCutter:
             if module in self.graph.blocks():
                 runs.setdefault(module, []).append(number)
         bonds = [*cut.bonds(), *(_of_one_block(module, runs[module]) for module in runs)]
-        why_not: dict[str, str] = {}
-        for block, (number, *_) in [*runs.items()][1:]:
-            crossed = (bond.why for bond in bonds if bond.first < number <= bond.last)
-            why_not[block] = next(crossed, "")
-        first_runs = {block: runs[block][0] for block, why in why_not.items() if not why}
-        begins = set(first_runs.values())
-        stages = [*itertools.accumulate(int(number in begins) for number in range(len(units)))]
-        self.count = len(begins) + 1
-        first_blocks = ["", *first_runs]
+        later = {block: numbers[0] for block, numbers in [*runs.items()][1:]}
+        bonds += self._sharing(units, _first_units(later, bonds))
+        firsts = _first_units(later, bonds)
+        stages = self._stages_at(units, firsts)
+        first_blocks = ["", *firsts]
+        why_not = {
+            block: next((b.why for b in bonds if b.first < number <= b.last), "")
+            for block, number in later.items()
+        }
         return StageStarts(
             why_not=why_not,
-            crossing=dict(zip(first_runs, cut.relay(stages, self.count).crossing, strict=True)),
+            crossing=dict(zip(firsts, cut.relay(stages, self.count).crossing, strict=True)),
             homes={
                 fqn: first_blocks[min(needing)]
                 for fqn, needing in self.tensors(units, stages).items()
             },
         )
+
+    def _sharing(self, units: _Units, firsts: Mapping[str, int]) -> Iterator[Bond]:
+        """Yield bonds between the units that need one parameter.
+
+        Args:
+            units: The units.
+            firsts: By block that a stage can begin with, the index of its first unit.
+        """
+        stages = self._stages_at(units, firsts)
+        begins = [0, *firsts.values()]
+        for fqn, needing in self.tensors(units, stages).items():
+            if len(needing) > 1 and not self.graph.tensors[fqn].is_buffer:
+                why = f"the stages before and after it would share the parameter '{fqn}'"
+                yield Bond(begins[min(needing)], begins[max(needing)], why)
+
+    def _stages_at(self, units: _Units, firsts: Mapping[str, int]) -> list[int]:
+        """Return the stage of each unit if a stage begins with each of these units."""
+        begins = set(firsts.values())
+        self.count = len(begins) + 1
+        return [*itertools.accumulate(int(number in begins) for number in range(len(units)))]
 
     def _marked(self, modules: Sequence[str]) -> list[int] | None:
         stages: list[int] = []

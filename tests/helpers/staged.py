@@ -1,0 +1,121 @@
+"""Small modules whose blocks a pipeline can cut, and one whose forward it cannot."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH, VOCAB = 256, 512
+INPUTS = {
+    "alike": {"shape": [8, 512, 1024]},
+    "unlike": {"shape": [8, 16, 32, 32]},
+    "tied": {"shape": [8, 1024], "dtype": "int64"},
+}
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Mixing(nn.Module):
+    """A convolution, or attention over all pixels."""
+
+    def __init__(self, channels: int, attends: bool) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(4, channels)
+        self.attends = attends
+        if attends:
+            self.qkv, self.out = nn.Linear(channels, 3 * channels), nn.Linear(channels, channels)
+        else:
+            self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.attends:
+            return x + self.conv(F.silu(self.norm(x)))
+        pixels = self.norm(x).flatten(2).transpose(1, 2).contiguous()
+        q, k, v = (part.contiguous() for part in self.qkv(pixels).chunk(3, -1))
+        mixed = torch.softmax(q @ k.transpose(1, 2), -1) @ v
+        return x + self.out(mixed).transpose(1, 2).reshape(x.shape)
+
+
+class Alike(nn.Module):
+    def __init__(self, hidden: tuple[int, ...], width: int = WIDTH) -> None:
+        super().__init__()
+        self.inp = nn.Linear(width, width)
+        self.layers = nn.ModuleList(Mlp(width, each) for each in hidden)
+        self.head = nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Hybrid(nn.Module):
+    """Convolutions and attention in turns, as unlike blocks of one list."""
+
+    def __init__(self, channels: int, inner: int) -> None:
+        super().__init__()
+        self.inp = nn.Conv2d(channels, inner, 1)
+        self.layers = nn.ModuleList(Mixing(inner, attends) for attends in (False, True, False))
+        self.head = nn.Linear(inner, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean((2, 3)))
+
+
+class Tied(nn.Module):
+    """The head has the weight of the embedding, so the first and the last stage both need it."""
+
+    def __init__(self, hidden: tuple[int, ...], width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.layers = nn.ModuleList(Mlp(width, each) for each in hidden)
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Wandering(Alike):
+    """The second and later blocks read what every block before them returned, as a new list."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        if float(x.detach().sum()) > 1e9:  # Control flow on values cannot be recorded.
+            return self.head(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def alike() -> nn.Module:
+    return Alike((4096, 4096, 4096), 1024)
+
+
+def unlike() -> nn.Module:
+    return Hybrid(16, 64)
+
+
+def tied() -> nn.Module:
+    return Tied((1024, 2048, 4096))
+
+
+def wandering() -> nn.Module:
+    return Wandering((64, 64))

@@ -1,0 +1,129 @@
+"""Pipeline stages of a live model: what the search finds is the best of all stated plans.
+
+Which seeded bug would this catch? Bytes sent between stages, parameters outside of the blocks, or
+work between blocks that count in another stage than the one that has them; a rank over the limit
+that is not told from its neighbour; a cut that is dropped although it fits; the trace of one stage
+taken for another one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from meshplan.planner.objectives.fastest import decide, fastest_of
+from meshplan.planner.problem.decision import PlanRequest
+from meshplan.planner.problem.problem import PlanningProblem
+from meshplan.planner.tables.whole_plan import Costed
+from meshplan.runtime.live.planned import request_of_entry
+from meshplan.runtime.live.traced import TracedModel
+from meshplan.spec.reader import load_spec
+from tests.helpers import staged
+
+BLOCKS = ("layers.0", "layers.1", "layers.2")
+
+
+def plan_of(name: str, **fields: Any) -> dict[str, Any]:
+    """A plan with two stages of two data ranks each, where only the pipeline is left open."""
+    return {
+        "version": 1,
+        "model": {"entry": f"tests.helpers.staged:{name}"},
+        "hardware": {"nodes": 1, "gpus_per_node": 4, "gpu": "h100-sxm-80gb"},
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "strategy": "full_shard",
+        "activation_checkpointing": "none",
+        "pipeline": {"schedule": "1F1B"},
+        "precision": "bf16-mixed",
+        "input": staged.INPUTS.get(name, staged.INPUTS["alike"]),
+        "batch": {"global": 8, "micro": "auto"},
+        **fields,
+    }
+
+
+class Stated(NamedTuple):
+    seconds: float
+    most_bytes: int
+    plan: dict[str, Any]
+
+
+def all_stated(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every plan that the open one allows, written by hand."""
+    recomputed = [()]
+    if plan["activation_checkpointing"] == "auto":
+        recomputed = [
+            some for n in range(len(BLOCKS) + 1) for some in itertools.combinations(BLOCKS, n)
+        ]
+    for cut, count, some in itertools.product(BLOCKS[1:], (1, 2, 4), recomputed):
+        rules = [{"match": block, "activation_checkpointing": "full"} for block in some]
+        yield plan | {
+            "activation_checkpointing": "none",
+            "batch": {"global": 8, "micro": 4, "accumulate": 1},
+            "pipeline": plan["pipeline"] | {"microbatches": count, "split": [[BLOCKS[0]], [cut]]},
+            **({"rules": rules} if rules else {}),
+        }
+
+
+def priced(question: PlanRequest, path: Path, plan: dict[str, Any]) -> Stated:
+    path.write_text(json.dumps(plan))
+    assert question.traced is not None
+    found = question.traced.priced(load_spec(path))
+    seconds = Costed(found.plan, question.cluster, question.profile, found.chain).seconds
+    return Stated(seconds, found.memory.worst.band[1], plan)
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory):
+    """`ask(name, recompute)`: (request, every stated plan with its price), once for this file."""
+
+    @cache
+    def of(name: str, recompute: str) -> tuple[PlanRequest, list[Stated]]:
+        folder = tmp_path_factory.mktemp(name)
+        plan = plan_of(name, activation_checkpointing=recompute)
+        (folder / "plan.json").write_text(json.dumps(plan))
+        question = request_of_entry(folder / "plan.json", (), None)
+        each = [priced(question, folder / "stated.json", one) for one in all_stated(plan)]
+        return question, each
+
+    return of
+
+
+WIDE = pytest.mark.wide
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        ("unlike", "none"),
+        pytest.param("alike", "none", marks=WIDE),
+        pytest.param("tied", "none", marks=WIDE),
+        pytest.param("alike", "auto", marks=WIDE),
+        pytest.param("unlike", "auto", marks=WIDE),
+        pytest.param("tied", "auto", marks=WIDE),
+    ],
+)
+def test_what_is_found_is_the_fastest_of_all_stated_plans_that_fit(name, recompute, ask):
+    question, each = ask(name, recompute)
+    traced = question.traced
+    assert isinstance(traced, TracedModel)
+    sizes = sorted({one.most_bytes for one in each})
+    assert len(sizes) > 2
+    fastest = set()
+    for size in (sizes[-1], sizes[len(sizes) // 2], sizes[1], sizes[0]):
+        # The search counts with the error of composed steps, 0.015%.
+        limit = int(size * 1.0003)
+        traced._limit_bytes = limit
+        found = fastest_of(PlanningProblem(replace(question, limit_bytes=limit)))
+        best = min(one.seconds for one in each if one.most_bytes <= limit)
+        assert found.chosen is not None
+        assert found.gap <= 1e-4
+        assert found.chosen.seconds == pytest.approx(best, rel=1e-4)
+        assert found.chosen.memory.worst.band[1] <= limit
+        fastest.add(best)
+    assert len(fastest) > 1  # The limit matters.
