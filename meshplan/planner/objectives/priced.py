@@ -34,7 +34,8 @@ def is_priced(request: PlanRequest) -> bool:
     if TracedChoices.of(spec).tp > 1 and _states_everything(spec):
         return True
     # Whether tp and pp can be searched is found out by the search: that takes traces.
-    others = {axis: size for axis, size in mesh.items() if axis not in ("tp", "pp")}
+    tried = {"tp", "pp"} if mesh.get("tp", 1) == 1 or mesh.get("pp", 1) == 1 else {"tp"}
+    others = {axis: size for axis, size in mesh.items() if axis not in tried}
     return bool(traced.refuses(replace(spec, mesh=others) if mesh else spec))
 
 

@@ -276,9 +276,7 @@ class ConfigSolver:
         found: KnapsackSolution | None = self._cost_table.range_solutions.get(
             (self._row, rank, i, j)
         )
-        if found is not None and (
-            found is NONE or bytes_of(menu, found) <= self._capacities[rank]
-        ):
+        if found is not None and (found is NONE or bytes_of(menu, found) <= self._capacities[rank]):
             return found
         key = (id(menu), self._capacities[rank], counts.tobytes())
         if key not in self._known:
@@ -294,8 +292,6 @@ class ConfigSolver:
         for rank, (i, j) in enumerate(itertools.pairwise(ends)):
             solution = self._solve(rank, i, j)
             option_counts.append(solution.option_counts)
-            linear.append(
-                bytes_of(self._menus[rank], solution) + self._layout.extra_bytes[rank]
-            )
+            linear.append(bytes_of(self._menus[rank], solution) + self._layout.extra_bytes[rank])
         stages = self._layout.stages(ends, option_counts)
         return Candidate(self._row, seconds, *stages, linear_bytes=tuple(linear))

@@ -146,7 +146,7 @@ def _logs(
     Without a request, tier 1 is used if some blocks, microbatches or ranks are equal. Otherwise it
     would cost as much as tier 3 and be less accurate.
     """
-    _check_played(plan, 1)
+    check_played(plan, 1)
     words = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     requested, why = Tier.asked(request.tier), ""
     if requested == Tier.REPLAY or (requested is None and is_cheaper(model, plan, ranks)):
@@ -157,7 +157,7 @@ def _logs(
             if requested:
                 raise _not_by(requested, str(error)) from None
             why = f"; the step cannot be composed: {error}"
-    _check_played(plan, plan.accumulate)
+    check_played(plan, plan.accumulate)
     report(f"tracing a step of {words}")
     imagined = run_in_subprocesses(_fake_step, [(request, rank) for rank in ranks])
     logs = [each.log for each in imagined]
@@ -165,7 +165,7 @@ def _logs(
     return _beside_composed(request, plan, ranks, whole)
 
 
-def _check_played(plan: Plan, accumulate: int) -> None:
+def check_played(plan: Plan, accumulate: int) -> None:
     """Raise a PlanError if a trace would take too long, because microbatches run one by one.
 
     Args:

@@ -24,6 +24,7 @@ from meshplan.plan.plan import Plan
 from meshplan.plan.restrict import restrict
 from meshplan.planner.problem.live_model import StageError, TracedChoices
 from meshplan.runtime.base.batch import mapped
+from meshplan.runtime.estimate.estimate import check_played
 from meshplan.runtime.fake_step.default_loop import DefaultLoop
 from meshplan.runtime.fake_step.microbatch import trace_microbatch
 from meshplan.runtime.live.block_traces import in_words
@@ -65,6 +66,7 @@ class StageTraces:
             PlanError: There are no rules for a feature of the plan.
         """
         check_rules(plan)
+        check_played(plan, 1)
         return composed_log(self._prepared(plan, rank, loop_of), plan, rank)
 
     def _prepared(self, plan: Plan, rank: int, loop_of: Callable[[], DefaultLoop]) -> Prepared:

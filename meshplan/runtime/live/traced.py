@@ -41,7 +41,7 @@ from meshplan.runtime.live.block_traces import MOST, BlockTraces
 from meshplan.runtime.live.priced import priced
 from meshplan.runtime.live.stage_traces import StageTraces
 from meshplan.runtime.trace.rehearse import recorded
-from meshplan.spec.spec import Spec
+from meshplan.spec.spec import AUTO, Spec
 
 _AS_STATED: Final = "of a live model is priced as the plan states it, and not searched"
 
@@ -323,6 +323,11 @@ def _unsearched(spec: Spec) -> Iterator[str]:
     """Yield reasons why a spec can only be priced as it is, not searched."""
     if _spreads(spec, "cp"):
         yield f"context parallelism {_AS_STATED}"
+    if _spreads(spec, "pp") and _spreads(spec, "tp"):
+        yield f"pipeline parallelism together with tensor parallelism {_AS_STATED}"
+    has_split = spec.pipeline is not None and spec.pipeline.split != AUTO
+    if has_split or any(rule.stage is not None for rule in spec.rules):
+        yield f"a stated split into pipeline stages {_AS_STATED}"
     modes = {spec.activation_checkpointing.mode} | {
         rule.activation_checkpointing.mode
         for rule in spec.rules
