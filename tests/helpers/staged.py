@@ -93,18 +93,6 @@ class Tied(nn.Module):
         return self.head(x)
 
 
-class Wandering(Alike):
-    """The second and later blocks read what every block before them returned, as a new list."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inp(x)
-        if float(x.detach().sum()) > 1e9:  # Control flow on values cannot be recorded.
-            return self.head(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def alike() -> nn.Module:
     return Alike((4096, 4096, 4096), 1024)
 
@@ -115,7 +103,3 @@ def unlike() -> nn.Module:
 
 def tied() -> nn.Module:
     return Tied((1024, 2048, 4096))
-
-
-def wandering() -> nn.Module:
-    return Wandering((64, 64))

@@ -21,6 +21,7 @@ import pytest
 from meshplan.planner.objectives.fastest import fastest_of
 from meshplan.planner.problem.decision import PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
+from meshplan.planner.space.space import EmptySpaceError
 from meshplan.planner.tables.whole_plan import Costed
 from meshplan.runtime.live.planned import request_of_entry
 from meshplan.runtime.live.traced import TracedModel
@@ -126,3 +127,10 @@ def test_what_is_found_is_the_fastest_of_all_stated_plans_that_fit(name, recompu
         assert found.chosen.memory.worst.band[1] <= limit
         fastest.add(best)
     assert len(fastest) > 1  # The limit matters.
+
+
+def test_stages_that_would_share_a_parameter_are_refused_in_words(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_of("tied")))
+    with pytest.raises(EmptySpaceError, match="would share the parameter 'embed.weight'"):
+        fastest_of(PlanningProblem(request_of_entry(path, (), None)))

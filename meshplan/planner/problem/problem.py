@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,8 @@ from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem, check_all
 from meshplan.layout.mesh import order_of
 from meshplan.memory.analytic.estimate import Logs, estimate_analytic
-from meshplan.memory.analytic.ranks import ERROR, OverError
-from meshplan.memory.answer.estimate import RESERVED_ERROR, MemoryEstimate
+from meshplan.memory.analytic.ranks import OverError
+from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.memory.decoder.sizes import shape_of
 from meshplan.memory.log.driver import driver_bytes
 from meshplan.plan.plan import Plan, make_plan
@@ -25,6 +25,7 @@ from meshplan.planner.problem.allowed import why_not_allowed
 from meshplan.planner.problem.certified import OVER, certify_plan, words_of
 from meshplan.planner.problem.chains import Chains
 from meshplan.planner.problem.decision import Evaluated, PlanRequest
+from meshplan.planner.problem.excess import SHARES, excess_of, least_over
 from meshplan.planner.problem.live_model import StageError
 from meshplan.planner.problem.overrides import BlockChoice, blocks_of, statements
 from meshplan.planner.problem.truncated_estimate import Stages, TruncatedEstimate, TruncatedFigures
@@ -45,9 +46,6 @@ from meshplan.planner.tables.cost_table import CostTable
 from meshplan.planner.tables.memory_bounds import element_bytes_of
 from meshplan.planner.tables.stage_layout import NOT_ALIKE, are_alike
 from meshplan.spec.spec import Allocator, Spec
-
-_SHARES: Final = (1 + RESERVED_ERROR) * (1 + ERROR)
-"""Factor by which memory estimates widen the reserved bytes to their upper end."""
 
 
 class PlanningProblem:
@@ -102,7 +100,7 @@ class PlanningProblem:
         Args:
             linear_bytes: Linear bytes of one rank.
         """
-        return int(linear_bytes * _SHARES) + self._driver
+        return int(linear_bytes * SHARES) + self._driver
 
     # The space of configurations
 
@@ -296,7 +294,7 @@ class PlanningProblem:
     def allow(self, limit_bytes: float) -> None:
         """Set the total bytes that a rank may use, and clear the cache of estimates."""
         # Invert `widened`: what the driver and the margins leave of the limit is for linear bytes.
-        self.capacity = (limit_bytes - self._driver) / _SHARES
+        self.capacity = (limit_bytes - self._driver) / SHARES
         self._known.clear()
 
     @property
@@ -358,9 +356,7 @@ class PlanningProblem:
             found.append(self._known[key])
             if found[-1].fits:
                 return found[-1]
-        over = set.intersection(*(set(each.over) for each in found))
-        least = min(found, key=lambda each: each.excess_bytes)
-        return replace(least, over=tuple(sorted(over)))
+        return least_over(found)
 
     def _measure(
         self,
@@ -387,14 +383,12 @@ class PlanningProblem:
             linear = candidate.linear_bytes[plan.mesh.index(over.rank, ("pp",))]
             excess = over.reserved_bytes + links - linear
             return ReplayedMemory(fits=False, excess_bytes=excess, is_of_row=self._is_of_row)
-        except StageError as error:
-            why = error.problems[0].what
-            return ReplayedMemory(fits=False, why=why, is_of_row=False, over=(error.place,))
         except MeshplanError as error:
-            return ReplayedMemory(fits=False, why=error.problems[0].what)
+            at = (error.place,) if isinstance(error, StageError) else ()
+            return ReplayedMemory(fits=False, why=error.problems[0].what, over=at)
         if (why := over_host(self.spec, plan, memory)) is not None:
             return ReplayedMemory(fits=False, why=why, is_of_row=False)
-        excess, over = self._excess(plan, memory, candidate)
+        excess, places = excess_of(plan, memory, candidate, self._driver)
         evaluated = Evaluated(
             stated=stated, seconds=candidate.seconds, plan=plan, memory=memory, candidate=candidate
         )
@@ -402,24 +396,8 @@ class PlanningProblem:
             return ReplayedMemory(fits=False, why=OVER, is_of_row=False)
         self.measured.append(evaluated)
         fits = memory.fits is True
-        return ReplayedMemory(
-            fits, excess, result=evaluated, is_of_row=self._is_of_row,
-            over=over if is_staged else (),
-        )  # fmt: skip
-
-    def _excess(
-        self, plan: Plan, memory: MemoryEstimate, candidate: Candidate
-    ) -> tuple[float, tuple[int, ...]]:
-        """Return the most excess bytes of a rank, and the indices along pp of those over."""
-        excess, over = 0.0, set()
-        # Undo the estimate's margins, so that the reserved bytes are comparable to linear bytes.
-        for group in memory.groups:
-            linear = (group.band[1] - self._driver) / _SHARES
-            place = plan.mesh.index(group.ranks[0], ("pp",))
-            excess = max(excess, linear - candidate.linear_bytes[place])
-            if group.band[1] > memory.limit_bytes:
-                over.add(place)
-        return excess, tuple(sorted(over))
+        places = places if is_staged else ()
+        return ReplayedMemory(fits, excess, "", evaluated, self._is_of_row, places)
 
     def _decided(self, spec: Spec) -> Plan:
         """Return the plan that a spec without open fields declares for the model."""
@@ -504,7 +482,7 @@ class PlanningProblem:
         kinds = {n: k for k, n in zip(chain.order, chain.names, strict=True) if n}
         kind_of_block = kinds if len(set(kinds.values())) > 1 else {}
         return TruncatedEstimate(
-            self.request, self._stated, _SHARES, kind_of_block, allocators=self.free.allocators
+            self.request, self._stated, SHARES, kind_of_block, allocators=self.free.allocators
         )
 
     def _stated(

@@ -36,8 +36,7 @@ class RangeSolution(NamedTuple):
 
     Attributes:
         solution: The options; `NONE` if the rank fits with none.
-        is_proved: If True, every faster choice was replayed, or needs at least as many linear bytes
-            as one that was, and all blocks are alike.
+        is_proved: If True, every faster choice was replayed.
     """
 
     solution: KnapsackSolution
@@ -97,17 +96,19 @@ def _solve_range(
     def fits(solution: KnapsackSolution) -> bool:
         return place not in measure(solver.replaced(candidate, place, solution)).over
 
-    smallest = _smallest(menu, counts)
     failed = candidate.option_counts[place]
-    if smallest.option_counts == failed or not fits(smallest):
-        return RangeSolution(NONE, is_proved=True)
     if _num_choices(menu, counts) <= _MOST_LISTED:
+        # A choice with fewer linear bytes may need more memory, so each is replayed.
         for choice in sorted(_choices(menu, counts), key=lambda choice: choice.seconds):
-            if choice.seconds >= smallest.seconds or is_late():
-                return RangeSolution(smallest, is_proved=not is_late())
-            if choice.option_counts != failed and bytes_of(menu, choice) <= capacity:
-                if fits(choice):
-                    return RangeSolution(choice, is_proved=True)
+            if is_late():
+                return RangeSolution(NONE, is_proved=False)
+            is_new = choice.option_counts != failed and bytes_of(menu, choice) <= capacity
+            if is_new and fits(choice):
+                return RangeSolution(choice, is_proved=True)
+        return RangeSolution(NONE, is_proved=True)
+    smallest = _smallest(menu, counts)
+    if smallest.option_counts == failed or not fits(smallest):
+        return RangeSolution(NONE, is_proved=False)
     return _bisected(menu, counts, smallest, failed, fits, is_late)
 
 
@@ -134,8 +135,7 @@ def _bisected(
     for _ in range(_MOST_BISECTED):
         top = solve(menu, counts, float(np.nextafter(high, 0.0)), best.seconds)
         if top is NONE or top.seconds >= best.seconds or bytes_of(menu, top) >= high:
-            is_alike = int((counts[np.isfinite(menu.seconds).sum(axis=1) > 1] > 0).sum()) <= 1
-            return RangeSolution(best, is_proved=is_alike)
+            break
         if is_late():
             break
         middle = (low + high) / 2
@@ -154,7 +154,10 @@ def _smallest(menu: Options, counts: Counts) -> KnapsackSolution:
     least = np.where(np.isfinite(menu.seconds), menu.memory, np.inf)
     out, seconds = np.zeros(least.shape, dtype=np.int64), 0.0
     for kind in np.flatnonzero(counts):
-        option = min(range(least.shape[1]), key=lambda o: (least[kind, o], menu.seconds[kind, o]))  # noqa: B023
+        option = min(
+            range(least.shape[1]),
+            key=[*zip(least[kind], menu.seconds[kind], strict=True)].__getitem__,
+        )
         out[kind, option] = counts[kind]
         seconds += float(counts[kind] * menu.seconds[kind, option])
     return KnapsackSolution(seconds, tuple(tuple(map(int, row)) for row in out))

@@ -265,9 +265,9 @@ def _in_line(
 ) -> tuple[Counts, Counts]:
     """Return the block ranges that a rank may have, with one stage per rank.
 
-    Every range contains a block, and every range but the first begins with one of `starts`. Places outside the
-    blocks go with the block before them, or with the first rank. At least one place is left for
-    each rank before and after.
+    Every range contains a block, and every range but the first begins with one of `starts`. Places
+    outside the blocks go with the block before them, or with the first rank. At least one place is
+    left for each rank before and after.
 
     Args:
         num: Number of ranks.
