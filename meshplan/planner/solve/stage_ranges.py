@@ -181,7 +181,7 @@ def _choices(menu: Options, counts: Counts) -> Iterator[KnapsackSolution]:
     ]
     for option_counts in itertools.product(*by_kind):
         taken = np.array(option_counts)
-        seconds = float(np.where(taken > 0, taken * menu.seconds, 0.0).sum())
+        seconds = float((taken * np.where(taken > 0, menu.seconds, 0.0)).sum())
         yield KnapsackSolution(seconds, option_counts)
 
 
