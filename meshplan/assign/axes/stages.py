@@ -7,15 +7,14 @@ in the order in which they are defined.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from meshplan.assign.axes.balance import balance
 from meshplan.assign.base.cascade import Cascade
 from meshplan.assign.base.types import Reason, Recompute, Stages
-from meshplan.errors import Origin, PlanError, Problem
+from meshplan.errors import Origin, Problem
 from meshplan.layout.mesh import Mesh
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.model.flow import Call, Flow
@@ -23,57 +22,6 @@ from meshplan.model.graph import ModelGraph, around, is_inside
 from meshplan.model.stage_boundary import Bond, UnitFlow, unit_calls
 from meshplan.spec.match import nearest
 from meshplan.spec.spec import AUTO, Pipeline, Spec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageStarts:
-    """The blocks of a model that a pipeline stage can begin with, if stages are cut at blocks.
-
-    Args:
-        why_not: For each block but the first, in execution order, the reason why no stage can begin
-            with it; "" if one can.
-        crossing: For each block that a stage can begin with, the ids in `ModelGraph.flow` of the
-            values that the stage receives.
-        homes: For each tensor, the earliest of these blocks whose stage needs it; "" if the first
-            stage needs it. Cuts at all of these blocks are assumed.
-    """
-
-    why_not: Mapping[str, str]
-    crossing: Mapping[str, tuple[int, ...]]
-    homes: Mapping[str, str]
-
-    @property
-    def blocks(self) -> tuple[str, ...]:
-        """The blocks that a stage can begin with, in execution order."""
-        return tuple(self.crossing)
-
-    def problem(self, count: int) -> str:
-        """Return why the model cannot be cut into `count` stages at its blocks; "" if it can."""
-        if count <= len(self.crossing) + 1:
-            return ""
-        most = len(self.crossing) + 1
-        named = next(((block, why) for block, why in self.why_not.items() if why), None)
-        many = f"at most {most} stages" if most > 1 else "no stages"
-        more = f": no stage can begin with '{named[0]}', because {named[1]}" if named else ""
-        return f"its blocks can be cut into {many}{more}"
-
-
-def stage_starts(spec: Spec, graph: ModelGraph) -> StageStarts:
-    """Return the blocks that a pipeline stage can begin with.
-
-    Args:
-        spec: A spec that states no stages.
-        graph: The model, with its recorded forward.
-
-    Raises:
-        PlanError: The model has fewer than two modules that run.
-    """
-    assert graph.flow is not None
-    cutter = _StageCutter(spec, graph, Cascade(spec, graph), 2, {})
-    units = cutter.units()
-    if cutter.problems:
-        raise PlanError(cutter.problems)
-    return cutter.starts(units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +67,7 @@ def assign_stages(
         origin = spec.origin("pipeline.microbatches")
         problems.append(Problem(f"{row.name} on pp {ranks} {why}, not {count}", origin,
                                 f"write microbatches: {least}"))  # fmt: skip
-    cutter = _StageCutter(spec, graph, cascade, ranks * virtual, recompute)
+    cutter = StageCutter(spec, graph, cascade, ranks * virtual, recompute)
     units = cutter.units()
     stages = cutter.stages(units) if units else None
     problems += cutter.problems
@@ -204,32 +152,28 @@ def _flow_of(graph: ModelGraph, opened: Iterable[str]) -> Flow | None:
     return graph.outline if set(opened) & called <= shown else None
 
 
-def _of_one_block(block: str, runs: Sequence[int]) -> Bond:
-    """Return the bond between all runs of a block, by their indices among the units."""
-    why = f"'{block}' runs {len(runs)} times, and the planner keeps all runs in one stage"
-    return Bond(runs[0], runs[-1], why)
-
-
-def _first_units(later: Mapping[str, int], bonds: Iterable[Bond]) -> dict[str, int]:
-    """Return the first units of the blocks that a stage can begin with.
-
-    Args:
-        later: By block, the index of its first unit.
-        bonds: The units that must be in one stage.
-    """
-    kept = [*bonds]
-    return {
-        block: number
-        for block, number in later.items()
-        if not any(bond.first < number <= bond.last for bond in kept)
-    }
-
-
-_Units = list[tuple[str, Call | None]]
+Units = list[tuple[str, Call | None]]
 """Pairs (fqn of a unit's module, its call) in order; the call is None if no forward is known."""
 
 
-class _StageCutter:
+class StageCutter:
+    """Splits one model into a number of stages.
+
+    Args:
+        spec: The spec, with the stages that it states.
+        graph: The model.
+        cascade: The rules of the spec, resolved for the model.
+        count: Number of stages.
+        recompute: The modules that are recomputed, by fqn.
+
+    Attributes:
+        problems: What prevents the split.
+        reason: Why the stages are cut where they are.
+        free: Modules without parameters that may run in any stage.
+        opened: Modules whose children are split between stages.
+        flow: The recorded forward or an outline of it; None if neither is known.
+    """
+
     def __init__(
         self,
         spec: Spec,
@@ -286,7 +230,7 @@ class _StageCutter:
             out.update(".".join(parts[: n + 1]) for n in range(len(parts)))
         return out
 
-    def units(self) -> _Units:
+    def units(self) -> Units:
         """Return the units between which stages can be cut; [] after a problem.
 
         While there are fewer units than stages, the largest unit is replaced by the modules in it.
@@ -321,14 +265,14 @@ class _StageCutter:
             return bool(self.graph.children(module))
         return any(other.parent == call.id for other in self.flow.calls)
 
-    def _list(self) -> _Units:
+    def _list(self) -> Units:
         if self.flow is not None:
             flow = self.flow
             found = UnitFlow(flow, unit_calls(flow, self.opened)).free()
             self.free = {m for m in found if m not in self.marks and not self._bytes(m, set())}
             calls = unit_calls(flow, self.opened, self.free)
             return [(call.module, call) for call in calls]
-        out: _Units = []
+        out: Units = []
 
         def visit(fqn: str) -> None:
             children = self.graph.children(fqn)
@@ -352,11 +296,11 @@ class _StageCutter:
                 total += tensor.num_bytes
         return total
 
-    def stages(self, units: _Units) -> list[int] | None:
+    def stages(self, units: Units) -> list[int] | None:
         """Return the stage of each unit, in order; None after a problem."""
         flow = self.flow
         calls = [call for _, call in units if call is not None]
-        bonds = tuple(self._cut(flow, calls).bonds()) if flow is not None else ()
+        bonds = tuple(self.cut(flow, calls).bonds()) if flow is not None else ()
         if not self.marks:
             counted: set[str] = set()
             weights = [self._bytes(module, counted) + 1 for module, _ in units]
@@ -373,54 +317,6 @@ class _StageCutter:
         if stages is not None:
             self._check_bonds(units, stages, bonds)
         return stages
-
-    def starts(self, units: _Units) -> StageStarts:
-        """Return the blocks that a stage can begin with, for a model with a recorded forward."""
-        assert self.flow is not None
-        calls = [call for _, call in units if call is not None]
-        cut = self._cut(self.flow, calls)
-        runs: dict[str, list[int]] = {}
-        for number, (module, _) in enumerate(units):
-            if module in self.graph.blocks():
-                runs.setdefault(module, []).append(number)
-        bonds = [*cut.bonds(), *(_of_one_block(module, runs[module]) for module in runs)]
-        later = {block: numbers[0] for block, numbers in [*runs.items()][1:]}
-        bonds += self._sharing(units, _first_units(later, bonds))
-        firsts = _first_units(later, bonds)
-        stages = self._stages_at(units, firsts)
-        first_blocks = ["", *firsts]
-        why_not = {
-            block: next((b.why for b in bonds if b.first < number <= b.last), "")
-            for block, number in later.items()
-        }
-        return StageStarts(
-            why_not=why_not,
-            crossing=dict(zip(firsts, cut.relay(stages, self.count).crossing, strict=True)),
-            homes={
-                fqn: first_blocks[min(needing)]
-                for fqn, needing in self.tensors(units, stages).items()
-            },
-        )
-
-    def _sharing(self, units: _Units, firsts: Mapping[str, int]) -> Iterator[Bond]:
-        """Yield bonds between the units that need one parameter.
-
-        Args:
-            units: The units.
-            firsts: By block that a stage can begin with, the index of its first unit.
-        """
-        stages = self._stages_at(units, firsts)
-        begins = [0, *firsts.values()]
-        for fqn, needing in self.tensors(units, stages).items():
-            if len(needing) > 1 and not self.graph.tensors[fqn].is_buffer:
-                why = f"the stages before and after it would share the parameter '{fqn}'"
-                yield Bond(begins[min(needing)], begins[max(needing)], why)
-
-    def _stages_at(self, units: _Units, firsts: Mapping[str, int]) -> list[int]:
-        """Return the stage of each unit if a stage begins with each of these units."""
-        begins = set(firsts.values())
-        self.count = len(begins) + 1
-        return [*itertools.accumulate(int(number in begins) for number in range(len(units)))]
 
     def _marked(self, modules: Sequence[str]) -> list[int] | None:
         stages: list[int] = []
@@ -453,7 +349,7 @@ class _StageCutter:
             return None
         return stages
 
-    def _check_bonds(self, units: _Units, stages: list[int], bonds: Iterable[Bond]) -> None:
+    def _check_bonds(self, units: Units, stages: list[int], bonds: Iterable[Bond]) -> None:
         for bond in bonds:
             if stages[bond.first] != stages[bond.last]:
                 self._error(
@@ -463,7 +359,7 @@ class _StageCutter:
                     "move the stage boundary: assign both to one stage",
                 )
 
-    def tensors(self, units: _Units, stages: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    def tensors(self, units: Units, stages: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """Return, by fqn of a tensor, the stages that need it, in ascending order.
 
         A tensor that no stage uses is in the stage of the tensor defined before it.
@@ -477,7 +373,7 @@ class _StageCutter:
             for module in around(name.rpartition(".")[0]):
                 holders[fqn].update(stages_of.get(module, ()))
         if self.flow is not None:
-            cut = self._cut(self.flow, [call for _, call in units if call is not None])
+            cut = self.cut(self.flow, [call for _, call in units if call is not None])
             for stage, names in enumerate(cut.relay(stages, self.count).reads):
                 for name in names:
                     if name in first:
@@ -494,7 +390,7 @@ class _StageCutter:
             before = by_module[min(found, key=places.__getitem__)] if found else before
         return {fqn: tuple(sorted(found)) for fqn, found in holders.items()}
 
-    def _cut(self, flow: Flow, calls: Sequence[Call]) -> UnitFlow:
+    def cut(self, flow: Flow, calls: Sequence[Call]) -> UnitFlow:
         """Return the `UnitFlow` of these calls; the latest result is cached."""
         if self._known is None or self._known[:2] != (flow, tuple(calls)):
             self._known = flow, tuple(calls), UnitFlow(flow, calls)

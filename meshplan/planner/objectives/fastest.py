@@ -23,8 +23,9 @@ from meshplan.planner.objectives.simplify import SLACK, Simplifier
 from meshplan.planner.problem.decision import Bound, Decision, Ladder, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate
+from meshplan.planner.solve.deadline import Deadline
 from meshplan.planner.solve.result import ReplayedMemory, SearchResult
-from meshplan.planner.solve.search import Deadline, search
+from meshplan.planner.solve.search import search
 from meshplan.planner.space.space import Rejected
 from meshplan.planner.tables.cost_table import CostTable, memory_bounds, time_bounds
 from meshplan.units import format_step

@@ -35,8 +35,9 @@ from meshplan.planner.objectives.simplify import SLACK
 from meshplan.planner.problem.decision import Evaluated, Robustness, Sensitivity
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate, solve_config
+from meshplan.planner.solve.deadline import Deadline
 from meshplan.planner.solve.result import ReplayedMemory, SearchResult
-from meshplan.planner.solve.search import Deadline, search
+from meshplan.planner.solve.search import search
 from meshplan.planner.tables.cost_table import CostTable, memory_bounds, seconds_of, time_bounds
 
 TOLERANCE: Final = 1e-3

@@ -1,4 +1,4 @@
-"""Compare replayed memory with the linear bytes of a candidate, rank by rank."""
+"""Read what a replay tells of a candidate: its excess bytes rank by rank, or why it failed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from meshplan.errors import MeshplanError
 from meshplan.memory.analytic.ranks import ERROR
 from meshplan.memory.answer.estimate import RESERVED_ERROR, MemoryEstimate
 from meshplan.plan.plan import Plan
+from meshplan.planner.problem.live_model import StageError
 from meshplan.planner.solve.config import Candidate
 from meshplan.planner.solve.result import ReplayedMemory
 
@@ -50,3 +52,9 @@ def least_over(found: Sequence[ReplayedMemory]) -> ReplayedMemory:
     over = set(found[0].over).intersection(*(each.over for each in found))
     least = min(found, key=lambda each: each.excess_bytes)
     return replace(least, over=tuple(sorted(over)))
+
+
+def refused_by(error: MeshplanError) -> ReplayedMemory:
+    """Return the result of a replay that an error ended, with the rank whose stage cannot run."""
+    at = (error.place,) if isinstance(error, StageError) else ()
+    return ReplayedMemory(fits=False, why=error.problems[0].what, over=at)

@@ -25,8 +25,7 @@ from meshplan.planner.problem.allowed import why_not_allowed
 from meshplan.planner.problem.certified import OVER, certify_plan, words_of
 from meshplan.planner.problem.chains import Chains
 from meshplan.planner.problem.decision import Evaluated, PlanRequest
-from meshplan.planner.problem.excess import SHARES, excess_of, least_over
-from meshplan.planner.problem.live_model import StageError
+from meshplan.planner.problem.excess import SHARES, excess_of, least_over, refused_by
 from meshplan.planner.problem.overrides import BlockChoice, blocks_of, statements
 from meshplan.planner.problem.truncated_estimate import Stages, TruncatedEstimate, TruncatedFigures
 from meshplan.planner.solve.config import Candidate
@@ -384,8 +383,7 @@ class PlanningProblem:
             excess = over.reserved_bytes + links - linear
             return ReplayedMemory(fits=False, excess_bytes=excess, is_of_row=self._is_of_row)
         except MeshplanError as error:
-            at = (error.place,) if isinstance(error, StageError) else ()
-            return ReplayedMemory(fits=False, why=error.problems[0].what, over=at)
+            return refused_by(error)
         if (why := over_host(self.spec, plan, memory)) is not None:
             return ReplayedMemory(fits=False, why=why, is_of_row=False)
         excess, places = excess_of(plan, memory, candidate, self._driver)

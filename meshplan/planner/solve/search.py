@@ -25,6 +25,7 @@ from meshplan.planner.solve.config import (
     config_bound,
     solve_config,
 )
+from meshplan.planner.solve.deadline import Deadline
 from meshplan.planner.solve.failures import resolve_failures
 from meshplan.planner.solve.result import Guess, NodeState, ReplayedMemory, RuledOut, SearchResult
 from meshplan.planner.solve.stage_ranges import solve_ranges
@@ -103,22 +104,6 @@ def search(
     if known is not None:
         found.found.best, found.found.measured = known
     return found.run()
-
-
-class Deadline(float):
-    """A value of `time.monotonic()`, beside the one of `time.process_time()` in this process.
-
-    On a busy machine the first may come before the search has had a processor for a second.
-    """
-
-    own: float
-
-    @classmethod
-    def after(cls, seconds: float) -> Deadline:
-        """Return the deadline that is this many seconds from now."""
-        deadline = cls(time.monotonic() + seconds)
-        deadline.own = time.process_time() + seconds
-        return deadline
 
 
 class _Search:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from torch import nn
 
-from meshplan.assign.axes.stages import StageStarts, stage_starts
+from meshplan.assign.axes.stage_starts import StageStarts, stage_starts
 from meshplan.cost.types import BlockKind, Chain, Sent, Tally
 from meshplan.errors import Origin, PlanError, Problem
 from meshplan.layout.dtypes import DTYPE_BYTES

@@ -15,7 +15,7 @@ from typing import Final
 import torch.distributed as dist
 from torch import nn
 
-from meshplan.assign.axes.stages import stage_starts
+from meshplan.assign.axes.stage_starts import stage_starts
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, Origin, PlanError, Problem
 from meshplan.memory.analytic.ranks import ERROR, OverError
