@@ -84,6 +84,20 @@ def sent_bytes(plan: Plan, values: Sequence[int]) -> int:
     return total
 
 
+def crossing_values(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Return the ids of the values that each stage but the last sends to the next one.
+
+    Args:
+        plan: A plan with a pipeline, of a model with a recorded forward.
+    """
+    flow, stages = plan.graph.flow, plan.assignment.stages
+    assert flow is not None
+    assert stages is not None
+    calls = unit_calls(flow, stages.opened, stages.free)
+    places = [place for place in stages_of(calls, stages.units) if place is not None]
+    return UnitFlow(flow, calls).relay(places, stages.num).crossing
+
+
 def stage_forwards(plan: Plan, forward: Forward | None) -> tuple[StageForward, ...] | str:
     """Return the recorded forward of each pipeline stage; the reason as text if it has no split."""
     stages = plan.assignment.stages

@@ -135,3 +135,15 @@ def test_stages_that_would_share_a_parameter_are_refused_in_words(tmp_path):
     path.write_text(json.dumps(plan_of("tied")))
     with pytest.raises(EmptySpaceError, match=r"would share the parameter 'embed\.weight'"):
         fastest_of(PlanningProblem(request_of_entry(path, (), None)))
+
+
+def test_a_stated_cut_that_is_not_searched_counts_what_it_sends(tmp_path):
+    path = tmp_path / "plan.json"
+    stated = {"schedule": "1F1B", "microbatches": 2, "split": [["layers.0"], ["layers.2"]]}
+    batch = {"global": 8, "micro": 4, "accumulate": 1}
+    path.write_text(json.dumps(plan_of("tied", pipeline=stated, batch=batch)))
+    traced = request_of_entry(path, (), None).traced
+    assert traced is not None
+    kinds = traced.priced(load_spec(path)).chain.kinds
+    tokens = staged.INPUTS["tied"]["shape"][1]
+    assert {kind.boundary_bytes for kind in kinds} == {tokens * staged.WIDTH * 2}  # In bfloat16.

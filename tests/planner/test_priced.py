@@ -183,12 +183,12 @@ def test_its_seconds_are_of_its_microbatches(write):
 
 
 def test_what_is_left_open_is_named(write, capsys):
-    path = write(plan_of("pp", activation_checkpointing="auto"))
+    path = write(plan_of("cp", activation_checkpointing="auto"))
     flags = ["-f", path, "--model", MODEL]
     assert main(["plan", *flags, "--dry-run"]) == 2
     err = capsys.readouterr().err
     assert "activation_checkpointing is left to the planner, which cannot search this plan" in err
-    assert "pipeline parallelism of a live model" in err
+    assert "context parallelism of a live model" in err
     assert "plan.yaml:1:" in err
 
 

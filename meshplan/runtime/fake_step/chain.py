@@ -25,7 +25,7 @@ from meshplan.plan.plan import Plan
 from meshplan.planner.space.trials import with_axes
 from meshplan.runtime.fake_step.costs import MicrobatchCosts
 from meshplan.runtime.fake_step.kernels import OperatorWork
-from meshplan.traffic.pipeline import sent_bytes
+from meshplan.traffic.pipeline import crossing_values, sent_bytes
 
 FIRST: Final = ""
 LAST: Final = "loss"
@@ -76,12 +76,16 @@ class Staged(NamedTuple):
 
 
 def staged_of(plan: Plan) -> Staged:
-    """Return where pipeline stages may cut the model of a plan that has a pipeline."""
+    """Return where pipeline stages may cut the model of a plan, and what they send.
+
+    If the plan has stages, the cuts between them count, too: they need not be at blocks.
+    """
     flow = plan.graph.flow
     assert flow is not None
     starts = stage_starts(with_axes(plan.spec, {"pp": 2}), plan.graph)
+    stated = () if plan.assignment.stages is None else crossing_values(plan)
     (_, first), *_ = flow.inputs
-    most = max((sent_bytes(plan, values) for values in starts.crossing.values()), default=0)
+    most = max((sent_bytes(plan, each) for each in (*starts.crossing.values(), *stated)), default=0)
     return Staged(starts, most / flow.values[first].shape[0])
 
 
