@@ -67,13 +67,14 @@ class ProgramKey(NamedTuple):
 
     Attributes:
         tp, ep, loss_chunks: Fields of the configuration.
-        is_staged: True if the configuration has a pipeline.
+        stage_samples: Samples of a pipeline's microbatch: 1, or 2 for any number above 1; 0 without
+            a pipeline.
     """
 
     tp: int
     ep: int
     loss_chunks: int
-    is_staged: bool = False
+    stage_samples: int = 0
 
     def rows(self, grid: NDArray[Any]) -> NDArray[np.int64]:
         """Return the indices of the configurations of a grid that have this key."""
@@ -83,7 +84,8 @@ class ProgramKey(NamedTuple):
 
 def _columns(grid: NDArray[Any]) -> list[NDArray[Any]]:
     """Return the [configs] values of each field of `ProgramKey`."""
-    return [grid["tp"], grid["ep"], grid["loss_chunks"], grid["pp"] > 1]
+    stage_samples = np.where(grid["pp"] > 1, np.minimum(grid["micro"], 2), 0)
+    return [grid["tp"], grid["ep"], grid["loss_chunks"], stage_samples]
 
 
 def cuts_of(grid: NDArray[Any]) -> list[ProgramKey]:

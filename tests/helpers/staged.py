@@ -40,8 +40,9 @@ class Mixing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.attends:
             return x + self.conv(F.silu(self.norm(x)))
-        pixels = self.norm(x).flatten(2).transpose(1, 2).contiguous()
-        q, k, v = (part.contiguous() for part in self.qkv(pixels).chunk(3, -1))
+        # On one sample, fewer operators copy: some of these views are contiguous then.
+        pixels = self.norm(x).flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(pixels).chunk(3, -1)
         mixed = torch.softmax(q @ k.transpose(1, 2), -1) @ v
         return x + self.out(mixed).transpose(1, 2).reshape(x.shape)
 

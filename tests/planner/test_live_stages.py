@@ -130,6 +130,23 @@ def test_what_is_found_is_the_fastest_of_all_stated_plans_that_fit(name, recompu
     assert len(fastest) > 1  # The limit matters.
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_seconds_of_a_found_plan_are_those_of_the_same_plan_stated(count, ask, tmp_path):
+    _, each = ask("unlike", "none")
+    pipeline = {"schedule": "1F1B", "microbatches": count}
+    batch = {"global": 8, "micro": 4, "accumulate": 1}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_of("unlike", pipeline=pipeline, batch=batch)))
+    question = request_of_entry(path, (), None)
+    found = fastest_of(PlanningProblem(question)).chosen
+    assert isinstance(question.traced, TracedModel)
+    # The microbatches of 4 microbatches have one sample, on which this model runs other operators.
+    assert question.traced.traces(question.read(())).is_single_unlike
+    stated = [one.seconds for one in each if one.plan["pipeline"]["microbatches"] == count]
+    assert found is not None
+    assert found.seconds == pytest.approx(min(stated), rel=1e-4)
+
+
 def test_stages_that_would_share_a_parameter_are_refused_in_words(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan_of("tied")))

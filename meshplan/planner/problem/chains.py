@@ -70,24 +70,24 @@ class Chains:
         self._read_before = request.chains
 
     def at(
-        self, tp: int, ep: int, loss_chunks: int | None = None, *, is_staged: bool = False
+        self, tp: int, ep: int, loss_chunks: int | None = None, *, stage_samples: int = 0
     ) -> Chain:
         """Return the chain for these sizes: the block costs of one rank of the tp and ep groups.
 
-        The chain of a live model depends on tp and its settings, and on whether it has a pipeline.
+        The chain of a live model depends on tp and its settings, and on the pipeline's samples.
 
         Args:
             tp: Size of tp.
             ep: Size of ep.
             loss_chunks: Number of token chunks of the loss; None for the number that the plan
                 states.
-            is_staged: True for the chain of a model that is cut into pipeline stages.
+            stage_samples: As in `ProgramKey`.
         """
         if self._traced is not None:
             cuts, cuts_loss = self._cuts(tp) if tp > 1 else (False, False)
-            sizes = {"tp": tp, "pp": 2} if is_staged else {"tp": tp}
+            sizes = {"tp": tp, "pp": 2} if stage_samples else {"tp": tp}
             trial = with_axes(self._spec, sizes, sequence_parallel=cuts, loss_parallel=cuts_loss)
-            return self._traced.chain(trial)
+            return self._traced.chain(trial, stage_samples)
         stated = self._spec.loss_chunks
         usual = stated if isinstance(stated, int) else 1
         key = self._key(ProgramKey(tp, ep, loss_chunks or usual))

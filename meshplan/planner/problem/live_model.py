@@ -114,12 +114,13 @@ class Traced(Protocol):
             PlanError: The plan does not fit the model, or the forward cannot be recorded.
         """
 
-    def chain(self, spec: Spec) -> Chain:
+    def chain(self, spec: Spec, stage_samples: int = 0) -> Chain:
         """Return the costs of the blocks, and of the modules before and after them.
 
         Args:
-            spec: A spec whose `TracedChoices` count, and whether its mesh has pp. The costs are
-                those of one rank of tp.
+            spec: A spec whose `TracedChoices` count. The costs are those of one rank of tp. With
+                `stage_samples`, it has a pipeline.
+            stage_samples: As in `ProgramKey`.
 
         Raises:
             PlanError: The model cannot be traced.

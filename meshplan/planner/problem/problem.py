@@ -163,7 +163,7 @@ class PlanningProblem:
         return next(p.info.dtype for p in tensors if not p.info.is_buffer)
 
     def chain_at(
-        self, tp: int, ep: int = 1, loss_chunks: int | None = None, is_staged: bool = False
+        self, tp: int, ep: int = 1, loss_chunks: int | None = None, stage_samples: int = 0
     ) -> Chain:
         """Return the chain of block costs of one rank of the tp and ep groups.
 
@@ -172,9 +172,9 @@ class PlanningProblem:
             ep: Size of ep.
             loss_chunks: Number of token chunks of the loss; None for the number that the plan
                 states.
-            is_staged: True for the chain of a model that is cut into pipeline stages.
+            stage_samples: As in `ProgramKey`.
         """
-        return self._chains.at(tp, ep, loss_chunks, is_staged=is_staged)
+        return self._chains.at(tp, ep, loss_chunks, stage_samples=stage_samples)
 
     @cached_property
     def grid(self) -> NDArray[np.void]:

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, OPTIONS, RECOMPUTE, ProgramKey, cuts_of
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, OPTIONS, RECOMPUTE, cuts_of
 from meshplan.cost.pipeline import crossing_seconds, pipeline_seconds
 from meshplan.cost.profile import Profile
 from meshplan.cost.step import terms, widths_of
@@ -48,7 +48,7 @@ _ONCE: Final = [OPTIONS.index((0, reshard)) for _, reshard in OPTIONS]
 
 def cost_table_of(
     grid: NDArray[np.void],
-    chain_of: Callable[[int, int, int, bool], Chain],
+    chain_of: Callable[[int, int, int, int], Chain],
     *,
     profile: Profile,
     gpus_per_node: int,
@@ -80,9 +80,15 @@ def cost_table_of(
             whose gradients are reduced together.
         order: The axes of the mesh, outermost first.
     """
-    cuts = cuts_of(grid)
-    chains, left = _aligned({cut: chain_of(*cut) for cut in cuts}, pins)
-    first = chains[cuts[0]]
+    # Many keys have one chain, if the model is known by its config: build their rows at once.
+    rows_of: dict[int, list[NDArray[np.int64]]] = {}
+    distinct: dict[int, Chain] = {}
+    for cut in cuts_of(grid):
+        chain = chain_of(*cut)
+        distinct[id(chain)] = chain
+        rows_of.setdefault(id(chain), []).append(cut.rows(grid))
+    chains, left = _aligned(distinct, pins)
+    first = next(iter(chains.values()))
     shape = (len(grid), len(first.kinds), len(OPTIONS))
     compute, tensor, host, unreduced_grad_bytes = (np.zeros(shape[:2]) for _ in range(4))
     repeated = np.zeros(shape)
@@ -96,8 +102,8 @@ def cost_table_of(
     )
     reduce_bytes = widths_of(precision, dtype).reduce
     late = is_late(grid)
-    for at_cut, chain in chains.items():
-        rows = at_cut.rows(grid)
+    for key, chain in chains.items():
+        rows = np.concatenate(rows_of[key])
         part = grid[rows]
         counts = np.bincount(chain.order, minlength=len(chain.kinds))
         boundary, always, passing = 0.0, np.zeros(len(part)), np.zeros(len(part))
@@ -246,9 +252,7 @@ def _options(recompute: tuple[int, ...], reshard: tuple[int, ...]) -> NDArray[np
     return np.array([mode in recompute and freed in reshard for mode, freed in OPTIONS])
 
 
-def _aligned(
-    chains: dict[ProgramKey, Chain], pins: Pins
-) -> tuple[dict[ProgramKey, Chain], tuple[Pin, ...]]:
+def _aligned(chains: dict[int, Chain], pins: Pins) -> tuple[dict[int, Chain], tuple[Pin, ...]]:
     """Return the chains with a common numbering of their kinds, and the pin of each kind.
 
     Two places get the same kind if they have the same kind in every chain and the plan's rules fix

@@ -89,32 +89,35 @@ def staged_of(plan: Plan) -> Staged:
     return Staged(starts, most / flow.values[first].shape[0])
 
 
-def chain_of(plan: Plan, one: Traces, two: Traces, staged: Staged | None = None) -> Chain:
+def chain_of(plan: Plan, one: Traces, two: Traces | None, staged: Staged | None = None) -> Chain:
     """Return the chain of a model from microbatches with two numbers of samples.
 
     Args:
         plan: The plan under which the microbatches were recorded.
         one: Microbatches with n samples.
-        two: Microbatches with n + 1 samples.
+        two: Microbatches with n + 1 samples. If None, n is 1, and the costs are those of
+            microbatches with one sample only.
         staged: Where pipeline stages may cut the model; None for the chain without a pipeline.
     """
     samples = one.samples
     order = _order(one.plain.trace, plan.graph.blocks())
     sizes = _numels(plan, order, one.plain.trace.gradients.keys(), staged)
     is_staged = staged is not None
-    plain = [_shares(traces.plain, order, is_staged) for traces in (one, two)]
-    recomputed = [_shares(traces.recomputed, order, is_staged) for traces in (one, two)]
+    plain, recomputed = (
+        [
+            _shares(getattr(traces, name), order, is_staged)
+            for traces in (one, two)
+            if traces is not None
+        ]
+        for name in ("plain", "recomputed")
+    )
     nothing = (0, 0)
     found = []
     for name in (FIRST, *order, LAST):
         # In a pipeline it is not known which stage saves what is computed outside of the blocks.
         counted = () if is_staged and name not in order else (0, 1)
         kept = [
-            _for_each(
-                one.kept.get(name, nothing)[recompute],
-                two.kept.get(name, nothing)[recompute],
-                samples,
-            )
+            _for_each([t.kept.get(name, nothing)[recompute] for t in (one, two) if t], samples)
             for recompute in counted
         ] or [0.0, 0.0]
         forward = _tally([share[False, name] for share in plain], samples)
@@ -250,19 +253,17 @@ def check_speed(
         report(f"the FLOPs of {names} are unknown: only the bytes that they move are counted")
 
 
-def _backward_bytes(one: Traces, two: Traces, name: str) -> tuple[float, ...]:
+def _backward_bytes(one: Traces, two: Traces | None, name: str) -> tuple[float, ...]:
     """Return `Chain.backward_bytes` of one place: bytes per sample, by option of recompute.
 
     The options are those of `cost.grid.RECOMPUTE`; selective counts as none. Return () if a place
     was not recorded.
     """
-    if name not in one.backward_bytes or name not in two.backward_bytes:
+    each = [traces for traces in (one, two) if traces is not None]
+    if any(name not in traces.backward_bytes for traces in each):
         return ()
     plain, recomputed = (
-        max(
-            one.backward_bytes[name][recompute] / one.samples,
-            two.backward_bytes[name][recompute] / two.samples,
-        )
+        max(traces.backward_bytes[name][recompute] / traces.samples for traces in each)
         for recompute in (0, 1)
     )
     return plain, plain, recomputed
@@ -349,14 +350,16 @@ def _numels(
     return {name: (tuple(each), frozen[name]) for name, each in numels.items()}
 
 
-def _for_each(one: int, two: int, samples: int) -> float:
+def _for_each(kept: Sequence[int], samples: int) -> float:
     """Return bytes per sample, of which n samples never overestimate the bytes of n samples.
 
     Args:
-        one: Bytes of a microbatch with `samples` samples.
-        two: Bytes of a microbatch with one sample more.
+        kept: Bytes of a microbatch with `samples` samples, and of one with `samples` + 1, if any.
         samples: Number of samples of the first.
     """
+    if len(kept) == 1:
+        return kept[0] / samples
+    one, two = kept
     # Bytes are linear in the samples: constant + n * slope >= n * (slope + min(constant, 0)).
     slope = two - one
     constant = one - samples * slope
@@ -367,9 +370,12 @@ def _tally(done: Sequence[OperatorWork], samples: int) -> Tally:
     """Return a tally that separates the work per sample from the work once per microbatch.
 
     Args:
-        done: Work of a microbatch with `samples` samples, and of one with `samples` + 1.
+        done: Work of a microbatch with `samples` samples, and of one with `samples` + 1. Without
+            the second, all work of the first is work per sample.
         samples: Number of samples of the first microbatch.
     """
+    if len(done) == 1:
+        return _tally_of(*done, samples, 0.0)
     # The difference is the work of one sample. What remains of the first is done once.
     one, two = done
     each = OperatorWork(*(max(0.0, b - a) for a, b in zip(one, two, strict=True)))
@@ -417,9 +423,12 @@ def _sent(done: Sequence[OperatorWork], samples: int) -> Sent:
     """Return the communication of tp: the number of collectives, and their bytes.
 
     Args:
-        done: Work of a microbatch with `samples` samples, and of one with `samples` + 1.
+        done: Work of a microbatch with `samples` samples, and of one with `samples` + 1. Without
+            the second, all work of the first is work per sample.
         samples: Number of samples of the first microbatch.
     """
+    if len(done) == 1:
+        return _sent_of(*done, samples)
     one, two = done
 
     def parts(first: float, second: float) -> tuple[float, float]:

@@ -136,14 +136,23 @@ class BlockTraces:
         )
         return chain
 
-    def staged_chain(self, staged: Staged) -> Chain:
+    @property
+    def is_single_unlike(self) -> bool:
+        """True if the model runs other operators on one sample than on several."""
+        return self._traces[1] > 1
+
+    def staged_chain(self, staged: Staged, samples: int) -> Chain:
         """Return the costs of the blocks, and of the modules around them, in pipeline stages.
 
         Args:
             staged: Where stages may cut the model.
+            samples: Samples of a microbatch: 1, or 2 for any number above 1. They matter only if
+                `is_single_unlike`.
         """
         assert self.chain  # Checks that the speed of the operators is known.
         traces, base = self._traces
+        if samples < base:
+            return chain_of(self.plan, traces[samples], None, staged)
         return chain_of(self.plan, traces[base], traces[base + 1], staged)
 
     # Traces

@@ -80,7 +80,7 @@ class TracedModel:
         self._origin, self._report = origin, report
         self._traces: dict[TracedChoices, BlockTraces] = {}
         self._why_not: dict[TracedChoices, str] = {}
-        self._staged_chains: dict[TracedChoices, Chain] = {}
+        self._staged_chains: dict[tuple[TracedChoices, int], Chain] = {}
         self._stages = StageTraces(model, device=device, origin=origin, report=report)
 
     # Interface of the planner
@@ -168,18 +168,23 @@ class TracedModel:
         except PlanError as error:
             return error
 
-    def chain(self, spec: Spec) -> Chain:
+    def chain(self, spec: Spec, stage_samples: int = 0) -> Chain:
         """Return the costs of the blocks, and of the modules before and after them.
 
-        With pp in the mesh of `spec`, they are those of a model that is cut into stages.
+        Args:
+            spec: A spec; with `stage_samples`, of a model that is cut into pipeline stages.
+            stage_samples: As in `cost.grid.ProgramKey`.
         """
-        if not _spreads(spec, "pp"):
-            return self.traces(spec).chain
-        choices = TracedChoices.of(spec)
-        if choices not in self._staged_chains:
+        traces = self.traces(spec)
+        if not stage_samples:
+            return traces.chain
+        # All but a microbatch of one sample may have one chain.
+        samples = 1 if stage_samples == 1 and traces.is_single_unlike else 2
+        key = TracedChoices.of(spec), samples
+        if key not in self._staged_chains:
             staged = staged_of(self.decide(spec))
-            self._staged_chains[choices] = self.traces(spec).staged_chain(staged)
-        return self._staged_chains[choices]
+            self._staged_chains[key] = traces.staged_chain(staged, samples)
+        return self._staged_chains[key]
 
     def traces(self, spec: Spec) -> BlockTraces:
         """Return the traces of microbatches under the `TracedChoices` of a spec.
