@@ -10,6 +10,7 @@ WIDTH, VOCAB = 256, 512
 INPUTS = {
     "alike": {"shape": [8, 512, 1024]},
     "unlike": {"shape": [8, 16, 32, 32]},
+    "uneven": {"shape": [8, 16, 32, 32]},
     "tied": {"shape": [8, 1024], "dtype": "int64"},
 }
 
@@ -64,10 +65,10 @@ class Alike(nn.Module):
 class Hybrid(nn.Module):
     """Convolutions and attention in turns, as unlike blocks of one list."""
 
-    def __init__(self, channels: int, inner: int) -> None:
+    def __init__(self, channels: int, inner: int, attends: tuple[bool, ...]) -> None:
         super().__init__()
         self.inp = nn.Conv2d(channels, inner, 1)
-        self.layers = nn.ModuleList(Mixing(inner, attends) for attends in (False, True, False))
+        self.layers = nn.ModuleList(Mixing(inner, each) for each in attends)
         self.head = nn.Linear(inner, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +100,11 @@ def alike() -> nn.Module:
 
 
 def unlike() -> nn.Module:
-    return Hybrid(16, 64)
+    return Hybrid(16, 64, (False, True, False))
+
+
+def uneven() -> nn.Module:
+    return Hybrid(16, 64, (False, True, True))
 
 
 def tied() -> nn.Module:

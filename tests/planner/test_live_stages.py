@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from meshplan.errors import PlanError, Problem
+from meshplan.plan.plan import Plan
 from meshplan.planner.objectives.fastest import fastest_of
 from meshplan.planner.problem.decision import PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
@@ -47,6 +49,16 @@ def plan_of(name: str, **fields: Any) -> dict[str, Any]:
         "batch": {"global": 8, "micro": "auto"},
         **fields,
     }
+
+
+def of_microbatches(name: str, count: int, **fields: Any) -> dict[str, Any]:
+    """`plan_of` this model, with this number of microbatches of a pipeline."""
+    return plan_of(
+        name,
+        pipeline={"schedule": "1F1B", "microbatches": count},
+        batch={"global": 8, "micro": 4, "accumulate": 1},
+        **fields,
+    )
 
 
 class Stated(NamedTuple):
@@ -133,10 +145,8 @@ def test_what_is_found_is_the_fastest_of_all_stated_plans_that_fit(name, recompu
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_the_seconds_of_a_found_plan_are_those_of_the_same_plan_stated(count, ask, tmp_path):
     _, each = ask("unlike", "none")
-    pipeline = {"schedule": "1F1B", "microbatches": count}
-    batch = {"global": 8, "micro": 4, "accumulate": 1}
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan_of("unlike", pipeline=pipeline, batch=batch)))
+    path.write_text(json.dumps(of_microbatches("unlike", count)))
     question = request_of_entry(path, (), None)
     found = fastest_of(PlanningProblem(question)).chosen
     assert isinstance(question.traced, TracedModel)
@@ -164,3 +174,62 @@ def test_a_stated_cut_that_is_not_searched_counts_what_it_sends(tmp_path):
     kinds = traced.priced(load_spec(path)).chain.kinds
     tokens = staged.INPUTS["tied"]["shape"][1]
     assert {kind.boundary_bytes for kind in kinds} == {tokens * staged.WIDTH * 2}  # In bfloat16.
+
+
+@pytest.mark.parametrize("is_rank_known", [False, True])
+def test_a_cut_that_cannot_run_hides_no_other_and_counts_in_the_gap(
+    is_rank_known, ask, tmp_path, monkeypatch
+):
+    _, each = ask("uneven", "none")
+    few = [one for one in each if one.plan["pipeline"]["microbatches"] == 4]
+    ordered = sorted(few, key=lambda one: one.seconds)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(of_microbatches("uneven", 4)))
+    question = request_of_entry(path, (), None)
+    traced = question.traced
+    assert isinstance(traced, TracedModel)
+    first = ordered[0].plan["pipeline"]["split"][1][0]
+    why = Problem("this stage cannot run", None, "use another")
+
+    def is_cut_there(plan: Plan) -> bool:
+        stages = plan.assignment.stages
+        return stages is not None and next(fqn for fqn, at in stages.units if at == 1) == first
+
+    def refusing(spec, decide=traced.decide):
+        plan = decide(spec)
+        if is_cut_there(plan) and spec.strategy is not None:
+            raise PlanError(why)
+        return plan
+
+    def failing(plan, rank, loop, run=traced._stages._traced):
+        if is_cut_there(plan) and plan.mesh.index(rank, ("pp",)) == 1:
+            raise PlanError(why)
+        return run(plan, rank, loop)
+
+    if is_rank_known:
+        monkeypatch.setattr(traced._stages, "_traced", failing)
+    else:
+        monkeypatch.setattr(traced, "decide", refusing)
+    found = fastest_of(PlanningProblem(question))
+    others = [one.seconds for one in ordered if one.plan["pipeline"]["split"][1][0] != first]
+    assert found.chosen is not None
+    assert found.chosen.seconds == pytest.approx(others[0], rel=1e-4)
+    lost = 1 - ordered[0].seconds / others[0]
+    assert lost > 1e-3
+    # Where the rank is known, and its blocks have one choice only, the cut is no plan at all.
+    assert found.gap == pytest.approx(0 if is_rank_known else lost, abs=2e-4)
+
+
+def test_where_no_stage_can_run_the_reason_is_told(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_of("unlike")))
+    question = request_of_entry(path, (), None)
+    assert isinstance(question.traced, TracedModel)
+
+    def failing(plan, rank, loop):
+        raise PlanError(Problem("this stage cannot run", None, "use another"))
+
+    monkeypatch.setattr(question.traced._stages, "_traced", failing)
+    found = fastest_of(PlanningProblem(question))
+    assert found.chosen is None
+    assert any("this stage cannot run" in each.why for each in found.rejected)

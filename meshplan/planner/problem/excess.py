@@ -54,7 +54,14 @@ def least_over(found: Sequence[ReplayedMemory]) -> ReplayedMemory:
     return replace(least, over=tuple(sorted(over)))
 
 
-def refused_by(error: MeshplanError) -> ReplayedMemory:
-    """Return the result of a replay that an error ended, with the rank whose stage cannot run."""
-    at = (error.place,) if isinstance(error, StageError) else ()
+def refused_by(error: MeshplanError, candidate: Candidate, *, is_of_cut: bool) -> ReplayedMemory:
+    """Return the result of a replay that an error ended.
+
+    Args:
+        error: The error.
+        candidate: The candidate.
+        is_of_cut: If True, another cut of the model into stages may raise no error.
+    """
+    at = range(len(candidate.ends) - 1) if is_of_cut else ()
+    at = (error.place,) if isinstance(error, StageError) else tuple(at)
     return ReplayedMemory(fits=False, why=error.problems[0].what, over=at)

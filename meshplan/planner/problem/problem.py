@@ -371,11 +371,12 @@ class PlanningProblem:
         logs, which are the same with every allocator setting.
         """
         request, stated = self.request, self.stated(table, candidate, allocator)
+        is_staged = self._traced is not None and len(candidate.linear_bytes) > 1
+        plan: Plan | None = None
         try:
             plan = self._decided(request.read(overrides(stated)))
             links = self._truncated.links(plan)
             # Of a live model's stages, all that do not fit are reported, not only the first.
-            is_staged = self._traced is not None and plan.assignment.stages is not None
             most = float("inf") if to_the_end or is_staged else self.capacity - links
             memory = self._memory(plan, most, candidate, logs)
         except OverError as over:
@@ -383,7 +384,7 @@ class PlanningProblem:
             excess = over.reserved_bytes + links - linear
             return ReplayedMemory(fits=False, excess_bytes=excess, is_of_row=self._is_of_row)
         except MeshplanError as error:
-            return refused_by(error)
+            return refused_by(error, candidate, is_of_cut=is_staged and plan is None)
         if (why := over_host(self.spec, plan, memory)) is not None:
             return ReplayedMemory(fits=False, why=why, is_of_row=False)
         excess, places = excess_of(plan, memory, candidate, self._driver)

@@ -22,8 +22,9 @@ class ReplayedMemory:
         why: The reason why the candidate cannot be planned (`fits` is then False); "" if it can.
         result: An object that the measuring function attaches, such as the evaluated plan; or None.
         is_of_row: If True, other candidates of the configuration have the same excess.
-        over: Indices along pp of the ranks that do not fit, or whose stage cannot run. It is given
-            only where a rank's memory depends on its own blocks alone; else ().
+        over: Indices along pp of the ranks that do not fit. With `why`, of the rank whose stage
+            cannot run, or of all ranks if it is not known which. It is given only where a rank's
+            memory depends on its own blocks alone; else ().
     """
 
     fits: bool
@@ -104,6 +105,7 @@ class NodeState:
         dropped_guess: Excess bytes of a guess that was dropped later; None if there is no such
             guess.
         has_ranges: If True, block ranges of the configuration were solved by replays.
+        why: Why some stage of the configuration cannot run; "" if none is known.
     """
 
     capacity: float
@@ -118,6 +120,7 @@ class NodeState:
     guessed: float = 0.0
     dropped_guess: float | None = None
     has_ranges: bool = False
+    why: str = ""
 
 
 def mesh_key(config: np.void) -> tuple[int, ...]:

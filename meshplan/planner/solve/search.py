@@ -296,6 +296,8 @@ class _Search:
             return  # `_drop_guesses` requeues it if its candidate without the guess is fast.
         if candidate is None and state.has_ranges and limit == float("inf"):
             self._out.add(row)  # No cut fits, with any options.
+            if state.why:
+                found.refused[row] = state.why
         if candidate is None or max(candidate.linear_bytes) <= state.fits_up_to:
             return  # `resolve_failures` looks for others that failures left out.
         if candidate.seconds > least:
@@ -359,7 +361,7 @@ class _Search:
         self, candidate: Candidate, state: NodeState, measured: ReplayedMemory
     ) -> None:
         """Solve the block ranges of the ranks that do not fit, and requeue the configuration."""
-        state.tries, state.has_ranges = 0, True
+        state.tries, state.has_ranges, state.why = 0, True, measured.why or state.why
 
         def measure(other: Candidate) -> ReplayedMemory:
             found = self._measured(other)

@@ -64,14 +64,30 @@ def solve_ranges(
     Returns:
         True if every solution is proved.
     """
+    if measured.why:
+        return _exclude(solver, candidate, measured.over)
     is_proved = True
     for place in measured.over:
-        found = RangeSolution(NONE, is_proved=True)  # The stage cannot run.
-        if not measured.why:
-            found = _solve_range(solver, candidate, place, measure, is_late)
+        found = _solve_range(solver, candidate, place, measure, is_late)
         solver.put(place, candidate.ends[place], candidate.ends[place + 1], found.solution)
         is_proved &= found.is_proved
     return is_proved
+
+
+def _exclude(solver: ConfigSolver, candidate: Candidate, places: tuple[int, ...]) -> bool:
+    """Exclude the blocks of a rank whose stage cannot run; return True if no other plan goes too.
+
+    Args:
+        solver: The solver of the candidate's configuration.
+        candidate: The candidate.
+        places: Index along pp of the rank, or of all ranks of which one has such a stage.
+    """
+    # Of several ranks, take one whose blocks the fewest other cuts have: between two others.
+    place = places[len(places) // 2]
+    begin, end = candidate.ends[place : place + 2]
+    menu, _, counts = solver.range_of(place, begin, end)
+    solver.put(place, begin, end, NONE)
+    return len(places) == 1 and _num_choices(menu, counts) == 1
 
 
 def _solve_range(

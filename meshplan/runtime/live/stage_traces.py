@@ -67,7 +67,11 @@ class StageTraces:
         """
         check_rules(plan)
         check_played(plan, 1)
-        return composed_log(self._prepared(plan, rank, loop_of), plan, rank)
+        prepared = self._prepared(plan, rank, loop_of)
+        try:
+            return composed_log(prepared, plan, rank)
+        except PlanError as error:
+            raise StageError(error.problems, plan.mesh.index(rank, ("pp",))) from None
 
     def _prepared(self, plan: Plan, rank: int, loop_of: Callable[[], DefaultLoop]) -> Prepared:
         key, place = _key(plan, rank), plan.mesh.index(rank, ("pp",))
