@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import meshplan
-from tests.helpers import models
+from tests.helpers import models, staged
 
 LARGE: Final = {
     "HIDDEN": 512, "FFN": 2048, "VOCAB": 4096, "SEQ_LEN": 256, "LAYERS": 4, "IMAGE": 64,
@@ -88,6 +88,8 @@ def small(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "unet":
         return UNet((8, 12, 16)).train()
+    if name == "uneven":
+        return staged.Hybrid(4, 8, (False, True, True))
     return Odd().train() if name == "odd" else models.build(name)
 
 
@@ -96,7 +98,7 @@ def batch(name: str, size: int = 8) -> tuple[Any, Tensor]:
     generator = torch.Generator().manual_seed(1)
     if name in ("vit", "t5"):
         return models.batch(name, 0, size)
-    shape = (3, 8, 8) if name == "unet" else (models.FEATURES,)
+    shape = {"unet": (3, 8, 8), "uneven": (4, 8, 8)}.get(name, (models.FEATURES,))
     inputs = torch.randn(size, *shape, generator=generator)
     if name == "unet":
         return inputs, torch.randn(size, 3, 8, 8, generator=generator)

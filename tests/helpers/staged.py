@@ -11,6 +11,7 @@ INPUTS = {
     "alike": {"shape": [8, 512, 1024]},
     "unlike": {"shape": [8, 16, 32, 32]},
     "uneven": {"shape": [8, 16, 32, 32]},
+    "looped": {"shape": [8, WIDTH]},
     "tied": {"shape": [8, 1024], "dtype": "int64"},
 }
 
@@ -78,6 +79,16 @@ class Hybrid(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Looped(Alike):
+    """All blocks run twice, so no cut leaves all runs of a block on one side."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x)
+        return self.head(x)
+
+
 class Tied(nn.Module):
     """The head has the weight of the embedding, so the first and the last stage both need it."""
 
@@ -105,6 +116,10 @@ def unlike() -> nn.Module:
 
 def uneven() -> nn.Module:
     return Hybrid(16, 64, (False, True, True))
+
+
+def looped() -> nn.Module:
+    return Looped((1024, 2048))
 
 
 def tied() -> nn.Module:

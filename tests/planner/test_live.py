@@ -189,7 +189,11 @@ def runs_as_one(pool: Any, name: str, chosen: Mapping[str, Any]) -> None:
         if "[" in path:
             stated.setdefault("rules", []).append(value)
         elif value is not None and not path.startswith("batch"):
-            stated[path] = value
+            *outer, last = path.split(".")
+            inside = stated
+            for key in outer:
+                inside = inside.setdefault(key, {})
+            inside[last] = value
     for apart, state in pool(4).run(planned.trained, name, stated):
         assert max(apart) <= 1e-6
         assert state <= 1e-6

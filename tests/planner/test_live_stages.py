@@ -18,17 +18,20 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from meshplan.cli.app import main
 from meshplan.errors import PlanError, Problem
 from meshplan.plan.plan import Plan
 from meshplan.planner.objectives.fastest import fastest_of
 from meshplan.planner.problem.decision import PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.space.space import EmptySpaceError
+from meshplan.planner.space.trials import with_axes
 from meshplan.planner.tables.whole_plan import Costed
 from meshplan.runtime.live.planned import request_of_entry
 from meshplan.runtime.live.traced import TracedModel
 from meshplan.spec.reader import load_spec
 from tests.helpers import staged
+from tests.planner.test_live import runs_as_one
 
 BLOCKS = ("layers.0", "layers.1", "layers.2")
 
@@ -233,3 +236,66 @@ def test_where_no_stage_can_run_the_reason_is_told(tmp_path, monkeypatch):
     found = fastest_of(PlanningProblem(question))
     assert found.chosen is None
     assert any("this stage cannot run" in each.why for each in found.rejected)
+
+
+def planned_of(path: Path, capsys: Any, *flags: str) -> Any:
+    capsys.readouterr()
+    assert main(["plan", "-f", str(path), "-q", "--json", *flags]) == 0
+    return json.loads(capsys.readouterr().out)["result"]
+
+
+def test_a_found_plan_runs_as_one_process_does(pool, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_of("uneven", activation_checkpointing="auto")))
+    chosen = fastest_of(PlanningProblem(request_of_entry(path, (), None))).chosen
+    assert chosen is not None
+    assert chosen.plan.assignment.stages is not None
+    stated = {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "strategy": "full_shard",
+        "input": {"shape": [8, 4, 8, 8]},  # Of the small model that is trained.
+    }
+    runs_as_one(pool, "uneven", stated | chosen.stated)
+
+
+def test_a_lock_keeps_the_found_stages_and_estimate_agrees(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(of_microbatches("uneven", 4)))
+    found = planned_of(path, capsys)
+    again = planned_of(path, capsys, "--dry-run")
+    assert again["step_s"] == pytest.approx(found["step_s"], rel=1e-4)
+    assert again["peak_bytes"] == found["peak_bytes"]
+    assert main(["estimate", "-f", str(path), "--json", "-q"]) == 0
+    groups = json.loads(capsys.readouterr().out)["result"]["groups"]
+    # What is chosen is traced as `estimate` does it, so the bytes are equal.
+    assert max(group["band"][1] for group in groups) == found["peak_bytes"]
+
+
+def test_why_not_stages_names_the_best_plan_with_them(ask, tmp_path, capsys):
+    _, each = ask("uneven", "none")
+    plan = plan_of("uneven", mesh="auto")
+    del plan["pipeline"]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    assert main(["explain", "why-not", "mesh.pp=2", "-f", str(path), "-q", "--json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["result"]["answers"]
+    assert answer["step_s"] == pytest.approx(min(one.seconds for one in each), rel=1e-4)
+    assert answer["plan_step_s"] <= answer["step_s"]
+
+
+def test_a_forward_that_cannot_be_cut_is_refused_in_words(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_of("looped")))
+    with pytest.raises(EmptySpaceError, match=r"'layers\.0' runs 2 times"):
+        fastest_of(PlanningProblem(request_of_entry(path, (), None)))
+
+
+def test_each_parameter_counts_in_the_stage_that_has_it(ask):
+    question, _ = ask("uneven", "none")
+    assert question.traced is not None
+    chain = question.traced.chain(with_axes(question.read(()), {"pp": 2}), 2)
+    model = staged.uneven()
+    parts = [model.inp, *model.layers, model.head]
+    numels = [sum(p.numel() for p in part.parameters()) for part in parts]
+    assert [sum(chain.kinds[kind].numels) for kind in chain.order] == numels
+    assert chain.starts == (True, False, True, True, False)
