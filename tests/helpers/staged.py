@@ -110,6 +110,10 @@ def alike() -> nn.Module:
     return Alike((4096, 4096, 4096), 1024)
 
 
+def deep() -> nn.Module:
+    return Alike((4096,) * 8, 1024)
+
+
 def unlike() -> nn.Module:
     return Hybrid(16, 64, (False, True, False))
 

@@ -299,3 +299,18 @@ def test_each_parameter_counts_in_the_stage_that_has_it(ask):
     numels = [sum(p.numel() for p in part.parameters()) for part in parts]
     assert [sum(chain.kinds[kind].numels) for kind in chain.order] == numels
     assert chain.starts == (True, False, True, True, False)
+
+
+def test_the_linear_bytes_of_a_stage_are_just_below_what_its_replay_needs(tmp_path):
+    """Higher ones would exclude plans that fit; much lower ones would exclude nothing."""
+    path = tmp_path / "plan.json"
+    batch = {"global": 256, "micro": 128, "accumulate": 1}
+    path.write_text(json.dumps(of_microbatches("deep", 4) | {"batch": batch}))
+    found = fastest_of(PlanningProblem(request_of_entry(path, (), None))).chosen
+    assert found is not None
+    places = []
+    for group in found.memory.groups:
+        places.append(found.plan.mesh.index(group.ranks[0], ("pp",)))
+        linear = found.candidate.linear_bytes[places[-1]]
+        assert 0.75 * group.peak.requested_bytes < linear <= group.peak.requested_bytes
+    assert places == [0, 1]
