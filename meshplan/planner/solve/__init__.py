@@ -41,7 +41,15 @@ end, `failures.resolve_failures` replays those candidates that a lowered M left 
 be faster than T*, assuming only that candidates of one configuration with at least as many linear
 bytes as one that does not fit do not fit either. When no bound in the queue is below
 T* (1 - `TOLERANCE`), no plan of the space is faster than T* by more than the tolerance, under the
-cost and memory models that are printed with the answer. A search that
+cost and memory models that are printed with the answer.
+
+**Stages of a live model** (`stage_ranges`). Their linear bytes leave out what is computed outside
+of the blocks, and excess_r differs between ranks, so M is not lowered. A replay says which ranks
+are over, and what a rank holds depends on its own blocks alone. For each block range that is over,
+other options of the same blocks are replayed, and `ConfigSolver` takes the fastest that fits, or
+excludes the range. What was excluded without a proof counts in the gap.
+
+A search that
 is stopped early reports the lowest bound in the queue (`SearchResult.lower_s`), and with it the
 gap that is left.
 """

@@ -1,6 +1,6 @@
 """Price one given plan of a live model: the memory of every rank, and the costs of the blocks.
 
-The search cannot vary a plan that states pp or cp. Such a plan, or one with tp that states
+The search cannot vary a plan that states cp. Such a plan, or one with pp or tp that states
 everything, is priced here without a search. `estimate_by_trace` traces a step of each distinct rank
 for the memory. For the costs, the operations of one rank's microbatch are counted, including the
 communication of tp and the recomputed forward.

@@ -2,7 +2,8 @@
 
 For each choice of tp, a few microbatches are traced (`block_traces`). The memory of a plan is
 composed from them, and the actions of the plan's wrappers are added. The plan that the search
-chooses is then traced itself.
+chooses is then traced itself. The memory of a plan with pipeline stages is not composed: each of
+its stages is traced, once for all plans that have it (`stage_traces`).
 """
 
 from __future__ import annotations
