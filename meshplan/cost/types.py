@@ -145,3 +145,9 @@ class Chain:
     backward_bytes: tuple[tuple[float, ...], ...] = ()
     starts: tuple[bool, ...] = ()
     saves_outputs: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Flops of the forward and backward of one sample, without recompute."""
+        kinds = (self.kinds[number] for number in self.order)
+        return sum(kind.forward.flops + kind.backward.flops for kind in kinds)

@@ -62,6 +62,7 @@ def refused_by(error: MeshplanError, candidate: Candidate, *, is_of_cut: bool) -
         candidate: The candidate.
         is_of_cut: If True, another cut of the model into stages may raise no error.
     """
-    at = range(len(candidate.ends) - 1) if is_of_cut else ()
-    at = (error.place,) if isinstance(error, StageError) else tuple(at)
+    at = tuple(range(len(candidate.ends) - 1)) if is_of_cut else ()
+    if isinstance(error, StageError):
+        at = (error.place,)
     return ReplayedMemory(fits=False, why=error.problems[0].what, over=at)

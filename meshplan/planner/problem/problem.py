@@ -285,10 +285,7 @@ class PlanningProblem:
     @property
     def flops_of_sample(self) -> float:
         """Flops of the forward and backward of one sample, without recompute."""
-        chain = self.chain_at(1)
-        return sum(
-            chain.kinds[k].forward.flops + chain.kinds[k].backward.flops for k in chain.order
-        )
+        return self.chain_at(1).flops
 
     def allow(self, limit_bytes: float) -> None:
         """Set the total bytes that a rank may use, and clear the cache of estimates."""
@@ -372,9 +369,11 @@ class PlanningProblem:
         """
         request, stated = self.request, self.stated(table, candidate, allocator)
         is_staged = self._traced is not None and len(candidate.linear_bytes) > 1
-        plan: Plan | None = None
         try:
             plan = self._decided(request.read(overrides(stated)))
+        except MeshplanError as error:
+            return refused_by(error, candidate, is_of_cut=is_staged)
+        try:
             links = self._truncated.links(plan)
             # Of a live model's stages, all that do not fit are reported, not only the first.
             most = float("inf") if to_the_end or is_staged else self.capacity - links
@@ -384,7 +383,7 @@ class PlanningProblem:
             excess = over.reserved_bytes + links - linear
             return ReplayedMemory(fits=False, excess_bytes=excess, is_of_row=self._is_of_row)
         except MeshplanError as error:
-            return refused_by(error, candidate, is_of_cut=is_staged and plan is None)
+            return refused_by(error, candidate, is_of_cut=False)
         if (why := over_host(self.spec, plan, memory)) is not None:
             return ReplayedMemory(fits=False, why=why, is_of_row=False)
         excess, places = excess_of(plan, memory, candidate, self._driver)

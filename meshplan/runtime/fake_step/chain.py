@@ -375,7 +375,7 @@ def _tally(done: Sequence[OperatorWork], samples: int) -> Tally:
         samples: Number of samples of the first microbatch.
     """
     if len(done) == 1:
-        return _tally_of(*done, samples, 0.0)
+        return _tally_of(done[0], samples, 0.0)
     # The difference is the work of one sample. What remains of the first is done once.
     one, two = done
     each = OperatorWork(*(max(0.0, b - a) for a, b in zip(one, two, strict=True)))
@@ -428,7 +428,7 @@ def _sent(done: Sequence[OperatorWork], samples: int) -> Sent:
         samples: Number of samples of the first microbatch.
     """
     if len(done) == 1:
-        return _sent_of(*done, samples)
+        return _sent_of(done[0], samples)
     one, two = done
 
     def parts(first: float, second: float) -> tuple[float, float]:
