@@ -145,7 +145,7 @@ def test_what_is_found_is_the_fastest_of_all_stated_plans_that_fit(name, recompu
     assert len(fastest) > 1  # The limit matters.
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=WIDE), pytest.param(2, marks=WIDE), 4])
 def test_the_seconds_of_a_found_plan_are_those_of_the_same_plan_stated(count, ask, tmp_path):
     _, each = ask("unlike", "none")
     path = tmp_path / "plan.json"
@@ -179,7 +179,7 @@ def test_a_stated_cut_that_is_not_searched_counts_what_it_sends(tmp_path):
     assert {kind.boundary_bytes for kind in kinds} == {tokens * staged.WIDTH * 2}  # In bfloat16.
 
 
-@pytest.mark.parametrize("is_rank_known", [False, True])
+@pytest.mark.parametrize("is_rank_known", [False, pytest.param(True, marks=WIDE)])
 def test_a_cut_that_cannot_run_hides_no_other_and_counts_in_the_gap(
     is_rank_known, ask, tmp_path, monkeypatch
 ):
