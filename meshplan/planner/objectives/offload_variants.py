@@ -58,7 +58,15 @@ def searched(
         (the cost table of the final grid, the result of all searches together).
     """
     table = problem.table
-    found = run(table)
+    is_alone = table.grid["pp"] == 1
+    if table.starts and is_alone.any() and not is_alone.all():
+        # Each pipeline stage of a live model is traced, so search what needs no trace first: a plan
+        # that fits excludes many stages by their bounds.
+        with np.errstate(invalid="ignore"):
+            found = run(_restricted(table, is_alone, SearchResult()))
+            found = _merged(found, run(_restricted(table, ~is_alone, found)))
+    else:
+        found = run(table)
     found.unoffloaded_s = found.best.seconds if found.best else float("inf")
     num_base = len(table.grid)
     if add_offload_variants(problem, found.unoffloaded_s):

@@ -264,7 +264,8 @@ class ConfigSolver:
             self._menus, option_counts, self._layout.extra_bytes, strict=True
         ):
             counts = np.array(chosen)
-            times.append(float(np.where(counts > 0, counts * menu.seconds, 0.0).sum()))
+            taken = counts > 0  # Options that do not exist take infinite seconds.
+            times.append(float((counts[taken] * menu.seconds[taken]).sum()))
             linear.append(bytes_of(menu, KnapsackSolution(times[-1], chosen)) + extra)
         a, b = self._weights
         seconds = a * max(times) + b * sum(times) + float(self._cost_table.once_s[self._row])
