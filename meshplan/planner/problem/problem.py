@@ -480,8 +480,9 @@ class PlanningProblem:
         kinds = {n: k for k, n in zip(chain.order, chain.names, strict=True) if n}
         kind_of_block = kinds if len(set(kinds.values())) > 1 else {}
         return TruncatedEstimate(
-            self.request, self._stated, SHARES, kind_of_block, allocators=self.free.allocators
-        )
+            self.request, self._stated, SHARES, kind_of_block,
+            allocators=self.free.allocators, firsts=self.table.first_blocks,
+        )  # fmt: skip
 
     def _stated(
         self, row: np.void, stages: Stages, allocator: Allocator | None = None

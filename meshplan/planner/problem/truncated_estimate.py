@@ -64,6 +64,7 @@ class TruncatedEstimate:
         widening: Factor by which memory estimates widen the reserved bytes to their upper end.
         kind_of_block: Kind of each block by its fqn; empty if all blocks are identical.
         allocators: Allocator settings that the plan leaves open.
+        firsts: For a live model, the blocks that a pipeline stage can begin with, in order.
 
     Attributes:
         played: Cache of the stages played so far, shared with estimates of full models.
@@ -77,8 +78,9 @@ class TruncatedEstimate:
         kind_of_block: Mapping[str, int],
         *,
         allocators: Sequence[Allocator],
+        firsts: Sequence[str] = (),
     ) -> None:
-        self._allocators = allocators
+        self._allocators, self._firsts = allocators, firsts
         self._request, self._stated, self._widening = request, stated, widening
         self._kind_of_block = kind_of_block
         self._alone = driver_bytes(request.device, ()).high
@@ -103,7 +105,8 @@ class TruncatedEstimate:
     def taken(self, grid: NDArray[np.void], number: int) -> float:
         """Return the bytes of a configuration's communicators, on the scale of linear bytes.
 
-        The result is 0 if no truncated model can be planned.
+        The result is 0 if the configuration cannot be planned for a truncated model; for a live
+        model, for the whole one.
 
         Args:
             grid: All configurations.
@@ -116,18 +119,24 @@ class TruncatedEstimate:
         return self._taken[key]
 
     def _least(self, grid: NDArray[np.void], row: np.void) -> float:
-        """Return the bytes of a configuration's communicators, from a truncated plan.
+        """Return the bytes of a configuration's communicators, from a plan of any blocks.
 
         The axes larger than 1 decide which communicators are opened, and the mesh decides their
-        sizes. One truncated plan for each set of such axes is therefore enough.
+        sizes. One plan for each set of such axes is therefore enough.
         """
-        shorter = self._request.shorter
+        shorter, traced = self._request.shorter, self._request.traced
         kind = tuple(bool(row[axis] > 1) for axis in AXES), int(row["mode"]), int(row["offload"])
-        if shorter is None:
-            return 0.0
         try:
-            if kind not in self._kinds:
+            if kind in self._kinds:
+                pass
+            elif traced is not None:
+                stages = [[BlockChoice(name, 0, 0)] for name in self._firsts[: int(row["pp"])]]
+                words = self._stated(row, stages)
+                self._kinds[kind] = traced.decide(self._request.read(overrides(words))).assignment
+            elif shorter is not None:
                 self._kinds[kind] = self._truncated_assignment(_shortest(grid, row), shorter)
+            else:
+                return 0.0
         except MeshplanError:
             return 0.0  # The full estimate will report the error.
         found = self._kinds[kind]

@@ -26,7 +26,7 @@ from meshplan.planner.knapsack.knapsack import (
 from meshplan.planner.solve.config import Candidate, ConfigSolver
 from meshplan.planner.solve.result import ReplayedMemory
 
-_MOST_LISTED: Final = 64
+_MOST_LISTED: Final = 8
 """Most choices for the blocks of a range that are listed and tried one by one."""
 _MOST_BISECTED: Final = 40
 
@@ -36,7 +36,8 @@ class RangeSolution(NamedTuple):
 
     Attributes:
         solution: The options; `NONE` if the rank fits with none.
-        is_proved: If True, every faster choice was replayed.
+        is_proved: If True, no faster choice fits: each was replayed, or has at least as many linear
+            bytes as one that does not fit, or the one with the fewest bytes does not fit.
     """
 
     solution: KnapsackSolution
@@ -112,20 +113,21 @@ def _solve_range(
     def fits(solution: KnapsackSolution) -> bool:
         return place not in measure(solver.replaced(candidate, place, solution)).over
 
-    failed = candidate.option_counts[place]
-    if _num_choices(menu, counts) <= _MOST_LISTED:
-        # A choice with fewer linear bytes may need more memory, so each is replayed.
-        for choice in sorted(_choices(menu, counts), key=lambda choice: choice.seconds):
-            if is_late():
-                return RangeSolution(NONE, is_proved=False)
-            is_new = choice.option_counts != failed and bytes_of(menu, choice) <= capacity
-            if is_new and fits(choice):
-                return RangeSolution(choice, is_proved=True)
-        return RangeSolution(NONE, is_proved=True)
-    smallest = _smallest(menu, counts)
+    failed, smallest = candidate.option_counts[place], _smallest(menu, counts)
     if smallest.option_counts == failed or not fits(smallest):
-        return RangeSolution(NONE, is_proved=False)
-    return _bisected(menu, counts, smallest, failed, fits, is_late)
+        return RangeSolution(NONE, is_proved=True)
+    if _num_choices(menu, counts) > _MOST_LISTED:
+        return _bisected(menu, counts, smallest, failed, fits, is_late)
+    # A choice with fewer linear bytes may need more memory, so each is replayed.
+    for choice in sorted(_choices(menu, counts), key=lambda choice: choice.seconds):
+        if choice.seconds >= smallest.seconds:
+            break
+        if is_late():
+            return RangeSolution(smallest, is_proved=False)
+        is_new = choice.option_counts != failed and bytes_of(menu, choice) <= capacity
+        if is_new and fits(choice):
+            return RangeSolution(choice, is_proved=True)
+    return RangeSolution(smallest, is_proved=True)
 
 
 def _bisected(
@@ -151,7 +153,7 @@ def _bisected(
     for _ in range(_MOST_BISECTED):
         top = solve(menu, counts, float(np.nextafter(high, 0.0)), best.seconds)
         if top is NONE or top.seconds >= best.seconds or bytes_of(menu, top) >= high:
-            break
+            return RangeSolution(best, is_proved=True)
         if is_late():
             break
         middle = (low + high) / 2

@@ -135,6 +135,13 @@ class CostTable:
         """
         return {}
 
+    @property
+    def first_blocks(self) -> tuple[str, ...]:
+        """The first block, and all others that a pipeline stage may begin with, by fqn."""
+        starts = self.starts or (True,) * len(self.names)
+        blocks = [(name, may) for name, may in zip(self.names, starts, strict=True) if name]
+        return tuple(name for number, (name, may) in enumerate(blocks) if may or not number)
+
     @cached_property
     def is_block(self) -> NDArray[np.bool_]:
         """[places] mask of the places in `order` that are blocks; all True if none is a block."""

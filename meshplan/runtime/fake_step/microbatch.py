@@ -163,7 +163,10 @@ def _traced_pass(
     rank: int,
     device: str,
 ) -> MicrobatchTrace:
-    """Trace the second step of a pipeline: all microbatches through the stages of this rank."""
+    """Trace a later step of a pipeline: all microbatches through the stages of this rank.
+
+    As in `_watched`, the second step is skipped if it would equal the first.
+    """
     bare, stages = without_data(plan), plan.assignment.stages
     assert stages is not None
     names: dict[nn.Module, str] = {}
@@ -194,13 +197,15 @@ def _traced_pass(
             begin("backward")
             return loss
 
-        trace = None
+        is_plain, trace = _is_plain(model, plan), None
+        wrapped.record(batch)
         with heard_by(tracker.begin):
             for _ in range(2):
                 for recorder in recorders:
                     recorder.clear()
                 tracker.forget()
                 num_before = tracker.num_events
+                there, known = tracker.alive, [*map(_known_by, wrapped.stage_modules)]
                 with tracker:
                     with loss_mode(plan):
                         loss = wrapped.step(batch, fake_targets, take)
@@ -210,6 +215,11 @@ def _traced_pass(
                 num_of_params = sum(event.storage in of_params for event in tracker.log().events)
                 trace = replace(found, num_before=num_before - num_of_params)
                 del loss
+                for recorder in recorders:
+                    recorder.clear()
+                is_left = tracker.alive != there
+                if is_plain and not is_left and known == [*map(_known_by, wrapped.stage_modules)]:
+                    break
         assert trace is not None
         return trace
 

@@ -1,21 +1,24 @@
 """Traces of a live model's pipeline stages, shared by all plans in which a stage does the same.
 
-The trace of a rank covers all microbatches of a step, through the rank's stages. It depends on the
-modules of these stages, on the microbatches and on what is recomputed, but not on the cuts between
-other stages nor on the data axes.
+The trace of a rank covers as many microbatches of a step as its peak depends on, through the rank's
+stages. It depends on the modules of these stages, on the samples of a microbatch and on what is
+recomputed, but not on the cuts between other stages nor on the data axes.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
+from meshplan.assign.base.types import Stages
 from meshplan.errors import Origin, PlanError
-from meshplan.memory.log.events import EventLog
+from meshplan.layout.schedules import SCHEDULES, num_to_simulate
+from meshplan.memory.log.events import EventLog, Term
 from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.memory.replay import Prepared
 from meshplan.memory.replay.main import check_rules
@@ -25,6 +28,7 @@ from meshplan.plan.restrict import restrict
 from meshplan.planner.problem.live_model import StageError, TracedChoices
 from meshplan.runtime.base.batch import mapped
 from meshplan.runtime.estimate.estimate import check_played
+from meshplan.runtime.fake_step.costs import first_samples
 from meshplan.runtime.fake_step.default_loop import DefaultLoop
 from meshplan.runtime.fake_step.microbatch import trace_microbatch
 from meshplan.runtime.live.block_traces import in_words
@@ -51,7 +55,8 @@ class StageTraces:
     ) -> None:
         self._model, self._device = model, device
         self._origin, self._report = origin, report
-        self._known: dict[Hashable, Prepared | StageError] = {}
+        self._traces: dict[Hashable, MicrobatchTrace | StageError] = {}
+        self._known: dict[Hashable, Prepared] = {}
 
     def log(self, plan: Plan, rank: int, loop_of: Callable[[], DefaultLoop]) -> EventLog:
         """Return the log of one rank's step.
@@ -74,30 +79,73 @@ class StageTraces:
             raise StageError(error.problems, plan.mesh.index(rank, ("pp",))) from None
 
     def _prepared(self, plan: Plan, rank: int, loop_of: Callable[[], DefaultLoop]) -> Prepared:
-        key, place = _key(plan, rank), plan.mesh.index(rank, ("pp",))
+        stages = plan.assignment.stages
+        assert stages is not None
+        key = *_key(plan, rank), stages.microbatches
         if key not in self._known:
+            trace = self._trace(plan, rank, loop_of)
+            self._known[key] = Prepared(_with_all_inputs(trace, stages))
+        return self._known[key]
+
+    def _trace(
+        self, plan: Plan, rank: int, loop_of: Callable[[], DefaultLoop]
+    ) -> MicrobatchTrace:
+        """Return the trace of the first microbatches of a rank."""
+        key, place = _key(plan, rank), plan.mesh.index(rank, ("pp",))
+        if key not in self._traces:
             self._report(f"tracing {_words(plan, place)} of {type(self._model).__name__}")
             run = partial(self._traced, plan, rank, loop_of())
             try:
-                self._known[key] = Prepared(in_words(run, self._model, self._origin))
+                self._traces[key] = in_words(run, self._model, self._origin)
             except PlanError as error:
-                self._known[key] = StageError(error.problems, place)
-        found = self._known[key]
+                self._traces[key] = StageError(error.problems, place)
+        found = self._traces[key]
         if isinstance(found, StageError):
             raise found
         return found
 
     def _traced(self, plan: Plan, rank: int, loop: DefaultLoop) -> MicrobatchTrace:
-        inputs, targets = mapped((loop.inputs, loop.targets), lambda tensor: tensor.clone())
+        short = _of_few(plan)
+        assert short.micro is not None
+        batch = first_samples(short.micro, (loop.inputs, loop.targets))
+        inputs, targets = mapped(batch, lambda tensor: tensor.clone())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return trace_microbatch(
-                self._model, plan, inputs, targets, loop.loss_fn, rank, self._device
+                self._model, short, inputs, targets, loop.loss_fn, rank, self._device
             )
+
+
+def _of_few(plan: Plan) -> Plan:
+    """Return the plan with as many microbatches as the peak memory of a step depends on."""
+    stages = plan.assignment.stages
+    assert stages is not None
+    assert plan.micro is not None
+    count = _num_traced(stages)
+    assignment = replace(plan.assignment, stages=replace(stages, microbatches=count))
+    return replace(plan, micro=plan.micro // stages.microbatches * count, assignment=assignment)
+
+
+def _num_traced(stages: Stages) -> int:
+    schedule = SCHEDULES[stages.schedule]
+    return num_to_simulate(schedule, stages.num_ranks, stages.microbatches)
+
+
+def _with_all_inputs(trace: MicrobatchTrace, stages: Stages) -> MicrobatchTrace:
+    """Return the trace of the first microbatches with the inputs and targets of all of them."""
+    storages, traced = trace.log.storages, _num_traced(stages)
+    changes = tuple(
+        (delta * stages.microbatches // traced, storage, phase)
+        if storages[storage].term == Term.INPUTS
+        else (delta, storage, phase)
+        for delta, storage, phase in trace.log.changes
+    )
+    return replace(trace, log=replace(trace.log, changes=changes))
 
 
 def _key(plan: Plan, rank: int) -> Hashable:
     """Return all that the trace of a rank depends on."""
+    plan = _of_few(plan)
     stages = plan.assignment.stages
     assert stages is not None
     place = plan.mesh.index(rank, ("pp",))
@@ -124,5 +172,5 @@ def _key(plan: Plan, rank: int) -> Hashable:
 def _words(plan: Plan, place: int) -> str:
     stages = plan.assignment.stages
     assert stages is not None
-    number, count = stages.of_rank(place)[0], stages.microbatches
+    number, count = stages.of_rank(place)[0], _num_traced(stages)
     return f"stage {number} of {stages.num} with {count} microbatches"

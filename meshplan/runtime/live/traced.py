@@ -232,7 +232,7 @@ class TracedModel:
             return self._estimate(
                 plan,
                 partial(self._stages.log, plan, loop_of=lambda: traces.loop_of(plan)),
-                "all microbatches of a step were traced through each stage",
+                "as many microbatches as the peak depends on were traced through each stage",
                 stop_above_bytes,
             )
         least, most = traces.works(plan)

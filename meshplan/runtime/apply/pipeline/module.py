@@ -258,6 +258,10 @@ class PipelinedModule(nn.Module):
             part.module.set_reshard_after_backward(False)
             part.module.set_requires_gradient_sync(False)
 
+    def record(self, inputs: Any) -> None:
+        """Record the model's forward ahead of a `step` with such inputs."""
+        self._form(chunked(inputs, self._stages.microbatches)[0])
+
     def _form(self, inputs: Any) -> InputForm:
         """Return the `InputForm` of these inputs; record the forward if their form is new."""
         key = (self.training, torch.is_grad_enabled(), _form_of(inputs))
