@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch.distributed as dist
 
 from tests.helpers.pool import Pool, forkserver
 
@@ -64,6 +65,13 @@ def pool(pools: dict[int, Pool]) -> Iterator[Callable[[int], Pool]]:
     for world, each in pools.items():
         if world > MOST_KEPT:
             each.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _begins_in_no_group() -> None:
+    """`parallelize` in the tests of another file leaves this process in a group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -172,13 +172,6 @@ def test_a_subclass_is_another() -> None:
     assert "its modules differ from those" in str(found_of(model))
 
 
-@pytest.fixture(autouse=True)
-def _in_no_group() -> None:
-    """Whoever parallelized something in this process before is in a group ever since."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
     """(a plan of the live model, the same plan of its config)."""

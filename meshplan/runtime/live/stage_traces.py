@@ -87,9 +87,7 @@ class StageTraces:
             self._known[key] = Prepared(_with_all_inputs(trace, stages))
         return self._known[key]
 
-    def _trace(
-        self, plan: Plan, rank: int, loop_of: Callable[[], DefaultLoop]
-    ) -> MicrobatchTrace:
+    def _trace(self, plan: Plan, rank: int, loop_of: Callable[[], DefaultLoop]) -> MicrobatchTrace:
         """Return the trace of the first microbatches of a rank."""
         key, place = _key(plan, rank), plan.mesh.index(rank, ("pp",))
         if key not in self._traces:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from meshplan.api import checking
 from meshplan.cli.app import main
@@ -35,13 +34,6 @@ def plan(entry: str, **more: Any) -> dict[str, Any]:
         "version": 1, "model": {"entry": f"tests.helpers.tried_models:{entry}"}, "mesh": {"tp": 2},
         "input": {"shape": [2, 6, 32], "dtype": "float32"}, "batch": {"micro": 4},
     } | more  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_group():
-    """What `parallelize` in this very process has left: `check` runs nothing beside it."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def checked(stated: dict[str, Any]) -> checking.CheckResult:
