@@ -12,6 +12,8 @@ INPUTS = {
     "unlike": {"shape": [8, 16, 32, 32]},
     "uneven": {"shape": [8, 16, 32, 32]},
     "looped": {"shape": [8, WIDTH]},
+    "five": {"shape": [8, 512, 512]},
+    "keeping": {"shape": [8, 512, 1024]},
     "tied": {"shape": [8, 1024], "dtype": "int64"},
 }
 
@@ -63,6 +65,19 @@ class Alike(nn.Module):
         return self.head(x)
 
 
+class Keeping(Mlp):
+    """It keeps what it computed in its first forward."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__(width, hidden)
+        self.scale: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = torch.ones(x.shape[1:], device=x.device, dtype=x.dtype)
+        return super().forward(x * self.scale)
+
+
 class Hybrid(nn.Module):
     """Convolutions and attention in turns, as unlike blocks of one list."""
 
@@ -108,6 +123,16 @@ class Tied(nn.Module):
 
 def alike() -> nn.Module:
     return Alike((4096, 4096, 4096), 1024)
+
+
+def five() -> nn.Module:
+    return Alike((1024, 4096, 2048, 4096, 1024), 512)
+
+
+def keeping() -> nn.Module:
+    model = alike()
+    model.layers = nn.ModuleList(Keeping(1024, 4096) for _ in range(3))
+    return model
 
 
 def deep() -> nn.Module:

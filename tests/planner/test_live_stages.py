@@ -34,6 +34,11 @@ from tests.helpers import staged
 from tests.planner.test_live import runs_as_one
 
 BLOCKS = ("layers.0", "layers.1", "layers.2")
+FIVE = (*BLOCKS, "layers.3", "layers.4")
+FOUR_STAGES = {
+    "mesh": {"pp": 4, "dp_shard": 2},
+    "hardware": {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"},
+}
 
 
 def plan_of(name: str, **fields: Any) -> dict[str, Any]:
@@ -73,16 +78,19 @@ class Stated(NamedTuple):
 def all_stated(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Every plan that the open one allows, written by hand."""
     recomputed = [()]
+    pp, blocks = plan["mesh"]["pp"], BLOCKS if plan["mesh"]["pp"] == 2 else FIVE
     if plan["activation_checkpointing"] == "auto":
         recomputed = [
-            some for n in range(len(BLOCKS) + 1) for some in itertools.combinations(BLOCKS, n)
+            some for n in range(len(blocks) + 1) for some in itertools.combinations(blocks, n)
         ]
-    for cut, count, some in itertools.product(BLOCKS[1:], (1, 2, 4), recomputed):
+    cuts = itertools.combinations(blocks[1:], pp - 1)
+    for cut, count, some in itertools.product(cuts, (1, 2, 4), recomputed):
         rules = [{"match": block, "activation_checkpointing": "full"} for block in some]
         yield plan | {
             "activation_checkpointing": "none",
             "batch": {"global": 8, "micro": 4, "accumulate": 1},
-            "pipeline": plan["pipeline"] | {"microbatches": count, "split": [[BLOCKS[0]], [cut]]},
+            "pipeline": plan["pipeline"]
+            | {"microbatches": count, "split": [[blocks[0]], *([block] for block in cut)]},
             **({"rules": rules} if rules else {}),
         }
 
@@ -102,7 +110,8 @@ def ask(tmp_path_factory):
     @cache
     def of(name: str, recompute: str) -> tuple[PlanRequest, list[Stated]]:
         folder = tmp_path_factory.mktemp(name)
-        plan = plan_of(name, activation_checkpointing=recompute)
+        more = FOUR_STAGES if name == "five" else {}
+        plan = plan_of(name, activation_checkpointing=recompute, **more)
         (folder / "plan.json").write_text(json.dumps(plan))
         question = request_of_entry(folder / "plan.json", (), None)
         each = [priced(question, folder / "stated.json", one) for one in all_stated(plan)]
@@ -118,6 +127,7 @@ WIDE = pytest.mark.wide
     ("name", "recompute"),
     [
         ("unlike", "none"),
+        pytest.param("five", "none", marks=WIDE),
         pytest.param("alike", "none", marks=WIDE),
         pytest.param("alike", "auto", marks=WIDE),
         pytest.param("unlike", "auto", marks=WIDE),
@@ -269,6 +279,21 @@ def test_a_lock_keeps_the_found_stages_and_estimate_agrees(tmp_path, capsys):
     groups = json.loads(capsys.readouterr().out)["result"]["groups"]
     # What is chosen is traced as `estimate` does it, so the bytes are equal.
     assert max(group["band"][1] for group in groups) == found["peak_bytes"]
+
+
+@pytest.mark.parametrize("name", ["uneven", "keeping"])
+def test_few_microbatches_of_many_need_what_all_of_them_do(name, tmp_path):
+    path = tmp_path / "plan.json"
+    stated = {"schedule": "1F1B", "microbatches": 16, "split": [["layers.0"], ["layers.2"]]}
+    batch = {"global": 64, "micro": 32, "accumulate": 1}
+    path.write_text(json.dumps(plan_of(name, pipeline=stated, batch=batch)))
+    traced = request_of_entry(path, (), None).traced
+    assert isinstance(traced, TracedModel)
+    plan = traced.decide(load_spec(path))
+    few, every = traced.memory(plan), traced.certify(plan)
+    assert [group.ranks for group in few.groups] == [(0, 1), (2, 3)]
+    for mine, whole in zip(few.groups, every.groups, strict=True):
+        assert mine.peak == whole.peak
 
 
 def test_why_not_stages_names_the_best_plan_with_them(ask, tmp_path, capsys):
