@@ -197,6 +197,9 @@ def _traced_pass(
             begin("backward")
             return loss
 
+        def left() -> Any:
+            return tracker.alive, [*map(_known_by, wrapped.stage_modules)]
+
         is_plain, trace = _is_plain(model, plan), None
         wrapped.record(batch)
         with heard_by(tracker.begin):
@@ -205,7 +208,7 @@ def _traced_pass(
                     recorder.clear()
                 tracker.forget()
                 num_before = tracker.num_events
-                there, known = tracker.alive, [*map(_known_by, wrapped.stage_modules)]
+                before = left()
                 with tracker:
                     with loss_mode(plan):
                         loss = wrapped.step(batch, fake_targets, take)
@@ -217,8 +220,7 @@ def _traced_pass(
                 del loss
                 for recorder in recorders:
                     recorder.clear()
-                is_left = tracker.alive != there
-                if is_plain and not is_left and known == [*map(_known_by, wrapped.stage_modules)]:
+                if is_plain and left() == before:
                     break
         assert trace is not None
         return trace

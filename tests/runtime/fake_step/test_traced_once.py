@@ -71,14 +71,23 @@ class Keeping(nn.Module):
 counts: list[int] = []
 
 
+IN_STAGES: Final = {
+    "version": 1,
+    "mesh": {"pp": 2, "dp_replicate": 2},
+    "pipeline": {"schedule": "1F1B", "microbatches": 2, "split": [["0"], ["1"]]},
+    "batch": {"micro": 2},
+}
+
+
 def traced(how: str, plan: dict[str, Any]) -> tuple[int, int, int]:
     """(how often the model ran, bytes at the most, bytes that were there before)."""
     warnings.simplefilter("ignore")
     counts.clear()
     _TABLES.clear()
-    model = Keeping(how)
+    keeping = Keeping(how)
+    model = nn.Sequential(keeping, nn.Linear(8, 8)) if "pipeline" in plan else keeping
     if how == "hook":
-        model.line.register_forward_hook(lambda *_: None)
+        keeping.line.register_forward_hook(lambda *_: None)
     found = make_plan(load_spec(plan), graph_of(model), world_size=4)
     counts.clear()
     _TABLES.clear()
@@ -94,15 +103,20 @@ def traced(how: str, plan: dict[str, Any]) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(
+    ("plan", "numbers"),
+    # A pipeline records the forward first, and its step has two microbatches.
+    [({"version": 1, "strategy": "full_shard"}, (1, 2)), (IN_STAGES, (1 + 2, 1 + 2 * 2))],
+    ids=["whole", "in stages"],
+)
+@pytest.mark.parametrize(
     "how", ["", "flag", "table", "object", "tensor", "buffer", "outside", "hook"]
 )
 def test_the_first_microbatch_tells_all_where_it_leaves_nothing(
-    apart: ProcessPoolExecutor, how: str
+    apart: ProcessPoolExecutor, how: str, plan: dict[str, Any], numbers: tuple[int, int]
 ) -> None:
-    plan = {"version": 1, "strategy": "full_shard"}
     plain = apart.submit(traced, "", plan).result()
     count, most, before = apart.submit(traced, how, plan).result()
-    assert count == (1 if not how else 2)
+    assert count == numbers[bool(how)]
     if how in ("flag", "table", "object", "hook"):
         assert (most, before) == plain[1:]  # What it does the first time is not what it does.
     elif how in ("tensor", "outside"):
