@@ -81,7 +81,7 @@ class StageTraces:
     def _prepared(self, plan: Plan, rank: int, loop_of: Callable[[], DefaultLoop]) -> Prepared:
         stages = plan.assignment.stages
         assert stages is not None
-        key = *_key(plan, rank), stages.microbatches
+        key = _key(plan, rank), stages.microbatches
         if key not in self._known:
             trace = self._trace(plan, rank, loop_of)
             self._known[key] = Prepared(_with_all_inputs(trace, stages))
