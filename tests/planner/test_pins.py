@@ -169,3 +169,15 @@ def test_every_nth_block_is_held(job):
 def test_what_cannot_be_held_is_refused(job, fields, words):
     with pytest.raises(PlanError, match=words):
         search_plan(job(**(PIPED | fields)))
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2, "dp_shard": "auto"}, "auto"])
+def test_a_rule_that_places_on_tp_is_planned_with_tp(mesh, job):
+    """Trials without tp leave its placements out; a plan without tp would not have the axis."""
+    rules = [
+        {"match": "model.layers.*.mlp.{gate_proj,up_proj}", "place": {"tp": "colwise"}},
+        {"match": "model.layers.*.mlp.down_proj", "place": {"tp": "rowwise"}},
+    ]
+    _, evaluated_plans = chosen_of(job(mesh=mesh, strategy=None, rules=rules))
+    for evaluated in evaluated_plans:
+        assert evaluated.stated["mesh"]["tp"] > 1

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from meshplan.cost.grid import ACTIVATIONS_ON_HOST
+from meshplan.layout.mesh import DATA_AXES
 from meshplan.planner.space.cp import context_of
 from meshplan.planner.space.ep import as_trial
 from meshplan.planner.space.offload import as_stated
@@ -76,12 +77,13 @@ def with_offload(
 
 
 def _rule_as_trial(rule: Rule, sizes: Mapping[str, int]) -> Rule:
-    """Return the rule without its stage, and without reshard if nothing is sharded.
+    """Return the rule without its stage, and without what needs axes that the trial lacks.
 
     The rule becomes optional, so that it may match no module.
     """
     back = rule.reshard_after_forward if sizes.get("dp_shard", 1) > 1 else None
-    return replace(rule, optional=True, stage=None, reshard_after_forward=back)
+    place = {axis: word for axis, word in rule.place.items() if axis in (*sizes, *DATA_AXES)}
+    return replace(rule, optional=True, stage=None, reshard_after_forward=back, place=place)
 
 
 def _as_trial(pipeline: Pipeline | None) -> Pipeline | None:

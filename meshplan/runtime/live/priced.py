@@ -16,7 +16,6 @@ from torch import nn
 
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError
-from meshplan.layout.mesh import DATA_AXES
 from meshplan.plan.plan import Plan
 from meshplan.planner.problem.live_model import Priced
 from meshplan.planner.space.trials import with_axes
@@ -113,15 +112,10 @@ def _unparted(spec: Spec, tp: int, micro: int) -> Spec:
     if tp == 1:
         del sizes["tp"]
     trial = with_axes(spec, sizes, sequence_parallel=spec.sequence_parallel)
-    there = {*sizes, *DATA_AXES}
     return replace(
         trial,
         batch=replace(trial.batch, micro=micro),
         activation_checkpointing=spec.activation_checkpointing,
-        rules=tuple(
-            replace(rule, place={a: word for a, word in rule.place.items() if a in there})
-            for rule in trial.rules
-        ),
     )
 
 
