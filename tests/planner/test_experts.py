@@ -26,13 +26,14 @@ from meshplan.model.blueprint import from_config
 from meshplan.plan.plan import make_plan
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.problem.request import request_of
+from meshplan.planner.problem.request import request_of, request_of_file
 from meshplan.planner.solve.config import Candidate, solve_config
 from meshplan.planner.solve.result import mesh_key
 from meshplan.planner.solve.search import search
 from meshplan.planner.space.enumeration import enumerate_grid
 from meshplan.planner.space.ep import experts_of
 from meshplan.planner.space.space import Freedom, divisors
+from meshplan.planner.tables.whole_plan import Costed
 from meshplan.spec.reader import load_spec
 from tests.helpers.brute import always_fits, fastest
 from tests.helpers.pooled import pooled_by_group
@@ -256,6 +257,9 @@ def test_what_is_chosen_is_whole_and_certified(job):
     )
     again = checking.estimate_memory(path, overrides(chosen.stated))
     assert again.worst.band == chosen.memory.worst.band
+    for evaluated in (chosen, *decision.alternatives):
+        costed = Costed(evaluated.plan, request_of_file(path).cluster)
+        assert costed.seconds == pytest.approx(evaluated.seconds, rel=1e-9)
     assert set(chosen.plan.assignment.experts) == {
         f"model.layers.{n}.mlp.experts" for n in range(3)
     }

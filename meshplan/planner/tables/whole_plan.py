@@ -29,6 +29,7 @@ from meshplan.layout.schedules import SCHEDULES
 from meshplan.memory.analytic.microbatches import loss_chunks_of, refusals, styled_of
 from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
+from meshplan.planner.space.ep import LENDER
 from meshplan.planner.tables.build import cost_table_of
 from meshplan.planner.tables.cost_table import CostTable, weights
 from meshplan.planner.tables.memory_bounds import element_bytes_of
@@ -286,7 +287,8 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
     """Yield a problem for each feature of the plan that the cost model has no figures for."""
     a, mesh, stages = plan.assignment, plan.mesh, plan.assignment.stages
     mode = MODES[mode_of(plan)]
-    units = {(unit.shard_axes, unit.replicate_axes) for unit in a.units.values()}
+    # With ep, the units of experts are sharded over the ranks that ep leaves.
+    units = {(u.shard_axes, u.replicate_axes) for f, u in a.units.items() if f not in a.experts}
     odd_data = (mode == "ddp" and mesh.size("dp_shard") > 1) or (
         mode == "zero1" and mesh.size("dp_replicate") > 1
     )
@@ -295,7 +297,7 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
     split = stages and {_stages_of_block(plan, block) for block in blocks}
     for is_present, what in (
         (plan.micro is None, "a plan that states no batch size"),
-        (bool(mesh.loans), "borrowed ranks"),
+        (any(loan.within != LENDER for loan in mesh.loans), f"ranks not borrowed from {LENDER}"),
         (bool(a.compiled), "compiled blocks"),
         (any(u.on_host for u in a.units.values()) and not offload_of(plan) & PARAMS_ON_HOST,
          "offloaded parameters of single modules"),

@@ -125,13 +125,13 @@ def chain_of(plan: Plan, one: Traces, two: Traces | None, staged: Staged | None 
         pairs = zip(recomputed, plain, strict=True)
         more = [a[True, name].less(p[True, name]) for a, p in pairs]
         repeated, sent_again = _tally(more, samples), _sent(more, samples)
-        numels, frozen = sizes[name]
+        held = sizes[name]
         none = Tally()
         kind = BlockKind(
             name="",
             has_options=name in order,
-            numels=numels,
-            frozen=frozen,
+            numels=held.numels,
+            frozen=held.frozen,
             forward=forward,
             backward=backward,
             recompute=(none, none, repeated if name in order else none),
@@ -154,7 +154,7 @@ def chain_as_run(plan: Plan, counted: MicrobatchCosts, staged: Staged | None = N
     they are not counted.
 
     Args:
-        plan: The plan that was run, without pp and cp.
+        plan: The plan that was run, without pp and cp; maybe with ep.
         counted: The counts of one microbatch under the plan.
         staged: Where pipeline stages may cut the model; None for the chain without a pipeline.
     """
@@ -167,15 +167,18 @@ def chain_as_run(plan: Plan, counted: MicrobatchCosts, staged: Staged | None = N
     found = []
     for name in (FIRST, *order, LAST):
         forward, backward = shares[False, name], shares[True, name]
-        numels, frozen = sizes[name]
+        held = sizes[name]
         # Forward reads each parameter once. Backward reads it once more and writes its gradient.
-        read, written = sum(numels) * width, (sum(numels) - frozen) * width
+        numel = sum(held.numels)
+        read, written = numel * width, (numel - held.frozen) * width
         found.append(
             BlockKind(
                 name="",
                 has_options=name in order,
-                numels=numels,
-                frozen=frozen,
+                numels=held.numels,
+                frozen=held.frozen,
+                expert_numel=held.expert_numel,
+                num_experts=held.num_experts,
                 forward=_tally_of(forward, samples, read),
                 backward=_tally_of(backward, samples, read + written),
                 recompute=(none, none, none),
@@ -323,31 +326,56 @@ def _shares(
     return out
 
 
+class _Held(NamedTuple):
+    """The parameters of one place of a chain, on one rank of tp and ep.
+
+    Attributes:
+        numels: Elements of each.
+        frozen: Elements of those without a gradient.
+        expert_numel: Elements of those that ep shards.
+        num_experts: Number of experts that ep leaves on the rank.
+    """
+
+    numels: tuple[int, ...] = ()
+    frozen: int = 0
+    expert_numel: int = 0
+    num_experts: int = 0
+
+
 def _numels(
     plan: Plan, order: Sequence[str], trained: Collection[str], staged: Staged | None
-) -> Mapping[str, tuple[tuple[int, ...], int]]:
-    """Return, by place, (numels of its parameters, numel of those without a gradient).
+) -> Mapping[str, _Held]:
+    """Return the parameters by place.
 
-    Numels are those of one rank of tp. A parameter belongs to the innermost block around its unit.
+    A parameter belongs to the innermost block around its unit.
     If there is none, it belongs to the first place, since the root unit gathers it; in a pipeline,
     to the first or last place or to the first block of the stage that needs it.
     """
-    numels: dict[str, list[int]] = {name: [] for name in (FIRST, *order, LAST)}
-    frozen = dict.fromkeys(numels, 0)
+    out = {name: _Held() for name in (FIRST, *order, LAST)}
+    experts, ep = plan.assignment.experts, plan.mesh.size("ep")
+    counted: set[str] = set()
     for fqn, placed in plan.assignment.tensors.items():
         if placed.info.is_buffer:
             continue
         name = placed.unit or ""
-        while name and name not in numels:
+        while name and name not in out:
             name = name.rpartition(".")[0]
         if not name and staged is not None:
             name = staged.place_of(fqn)
-        # Shard over tp only; the cost model divides by the data axes itself.
+        # Shard over tp and ep only; the cost model divides by the data axes itself.
         layout = placed.stored.without(*UNIT_AXES)
         numel = layout.local_numel(placed.info.shape, plan.mesh)
-        numels[name].append(numel)
-        frozen[name] += 0 if fqn in trained else numel
-    return {name: (tuple(each), frozen[name]) for name, each in numels.items()}
+        held, module = out[name], fqn.rpartition(".")[0]
+        use = experts.get(module) if ep > 1 else None
+        new = use.num_experts // ep if use is not None and module not in counted else 0
+        counted.add(module)
+        out[name] = _Held(
+            (*held.numels, numel),
+            held.frozen + (0 if fqn in trained else numel),
+            held.expert_numel + (numel if use is not None else 0),
+            held.num_experts + new,
+        )
+    return out
 
 
 def _for_each(kept: Sequence[int], samples: int) -> float:
@@ -416,6 +444,8 @@ def _sent_of(done: OperatorWork, samples: int) -> Sent:
         all_reduce_bytes=done.all_reduce_bytes / samples,
         gathers=round(done.gathers),
         gather_bytes=done.gather_bytes / samples,
+        all_to_alls=round(done.all_to_alls),
+        all_to_all_bytes=done.all_to_all_bytes / samples,
     )
 
 

@@ -52,6 +52,8 @@ class OperatorWork(NamedTuple):
             tensors.
         gathers, gather_bytes: All-gathers and reduce-scatters along tp, which cost the same: their
             number, and bytes of the whole tensors.
+        all_to_alls, all_to_all_bytes: All-to-alls along ep: their number, and the bytes that this
+            rank sends, including those to itself.
     """
 
     kernels: float = 0.0
@@ -65,6 +67,8 @@ class OperatorWork(NamedTuple):
     all_reduce_bytes: float = 0.0
     gathers: float = 0.0
     gather_bytes: float = 0.0
+    all_to_alls: float = 0.0
+    all_to_all_bytes: float = 0.0
 
     def plus(self, other: OperatorWork) -> OperatorWork:
         """Return the sum, field by field."""
@@ -146,7 +150,7 @@ class KernelCounter(MemoryTracker):
         if out is NotImplemented or func.is_view:
             return out
         if func.namespace in _SENDS_OR_ASKS:
-            done = self._sent_along_tp(func, args, kwargs or {}, out)
+            done = self._sent_along_axis(func, args, kwargs or {}, out)
         else:
             if func.namespace != "aten":
                 self.unknown.add(str(func))
@@ -157,9 +161,11 @@ class KernelCounter(MemoryTracker):
             self.convolved += done.flops if func.overloadpacket in _CONVOLVES else 0.0
         return out
 
-    def _sent_along_tp(self, func: Any, args: Any, kwargs: Any, out: Any) -> OperatorWork | None:
-        """Return the communication of a collective along tp; None for any other operator."""
+    def _sent_along_axis(self, func: Any, args: Any, kwargs: Any, out: Any) -> OperatorWork | None:
+        """Return the communication of a collective along tp or ep; None for other operators."""
         route = sent_by(func, args, kwargs, out, self._mesh) if self._mesh is not None else None
+        if route is not None and route.axes == ("ep",) and route.kind == "all_to_all":
+            return OperatorWork(all_to_alls=1, all_to_all_bytes=route.num_bytes)
         if route is None or route.axes != ("tp",):
             return None
         if route.kind == "all_reduce":

@@ -1,14 +1,14 @@
 """Price one given plan of a live model: the memory of every rank, and the costs of the blocks.
 
-The search cannot vary a plan that states cp. Such a plan, or one with pp or tp that states
+The search cannot vary a plan that states cp or ep. Such a plan, or one with pp or tp that states
 everything, is priced here without a search. `estimate_by_trace` traces a step of each distinct rank
 for the memory. For the costs, the operations of one rank's microbatch are counted, including the
-communication of tp and the recomputed forward.
+communication of tp and ep and the recomputed forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -67,8 +67,8 @@ class _Ran(NamedTuple):
     """The counted operations of a model, as the subprocess of `_ran` returns them.
 
     Attributes:
-        chain: Costs of the blocks under the plan, on one rank of tp.
-        flops: FLOPs of one sample, forward and backward, without tp and without recomputation.
+        chain: Costs of the blocks under the plan, on one rank of tp and ep.
+        flops: FLOPs of one sample, forward and backward, without tp, ep and recomputation.
         convolved: Share of the FLOPs under the plan that are convolutions, from 0 to 1.
         unknown: Names of operators under the plan whose FLOPs are not known.
     """
@@ -84,33 +84,33 @@ def _ran(request: EstimateRequest, micro: int) -> _Ran:
     model, plan = decided(request.spec, request.source)
     origin = request.source.origin
     try:
-        tp = decided_of(model, _unparted(request.spec, plan.mesh.size("tp"), micro), origin)
-        counted = count(model, tp, request.device)
-        alone = decided_of(model, _unparted(request.spec, 1, _FEW), origin)
+        axes = {axis: plan.mesh.size(axis) for axis in ("tp", "ep") if plan.mesh.size(axis) > 1}
+        parted = decided_of(model, _unparted(request.spec, axes, micro), origin)
+        counted = count(model, parted, request.device)
+        alone = decided_of(model, _unparted(request.spec, {}, _FEW), origin)
         plain = count(model, with_recompute(alone, frozenset()), request.device)
     except MeshplanError:
         raise
     except Exception as error:  # The model's own code may raise anything.
         raise refused(error, model, origin) from None
-    chain = chain_as_run(tp, counted, staged_of(plan) if plan.assignment.stages else None)
+    chain = chain_as_run(parted, counted, staged_of(plan) if plan.assignment.stages else None)
     return _Ran(chain, plain.flops / _FEW, counted.convolved, counted.unknown)
 
 
-def _unparted(spec: Spec, tp: int, micro: int) -> Spec:
-    """Return the spec without pp, cp and ep: every rank of tp runs all blocks on one microbatch.
+def _unparted(spec: Spec, axes: Mapping[str, int], micro: int) -> Spec:
+    """Return the spec without pp and cp: every rank of tp and ep runs all blocks on one microbatch.
 
     The cost model adds the stages of pp and the communication of cp afterwards. The spec keeps two
-    ranks of data parallelism, so that FSDP2 units exist: their casts are counted, and they show
-    which parameters are gathered together.
+    ranks of data parallelism beside those of ep, so that FSDP2 units exist: their casts are
+    counted, and they show which parameters are gathered together.
 
     Args:
         spec: The plan.
-        tp: Size of the tp axis; 1 leaves the axis out.
+        axes: Sizes of tp and ep, by name; axes of size 1 are left out.
         micro: Samples of the microbatch.
     """
-    sizes = {"dp_replicate" if spec.strategy == "ddp" else "dp_shard": 2, "tp": tp}
-    if tp == 1:
-        del sizes["tp"]
+    data = "dp_replicate" if spec.strategy == "ddp" and "ep" not in axes else "dp_shard"
+    sizes = {data: 2 * axes.get("ep", 1), **axes}
     trial = with_axes(spec, sizes, sequence_parallel=spec.sequence_parallel)
     return replace(
         trial,

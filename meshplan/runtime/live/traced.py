@@ -329,6 +329,8 @@ def _unsearched(spec: Spec) -> Iterator[str]:
     """Yield reasons why a spec can only be priced as it is, not searched."""
     if _spreads(spec, "cp"):
         yield f"context parallelism {_AS_STATED}"
+    if _spreads(spec, "ep"):
+        yield f"expert parallelism {_AS_STATED}"
     if _spreads(spec, "pp") and _spreads(spec, "tp"):
         yield f"pipeline parallelism together with tensor parallelism {_AS_STATED}"
     has_split = spec.pipeline is not None and spec.pipeline.split != AUTO
@@ -351,7 +353,6 @@ def _without_figures(spec: Spec) -> Iterator[str]:
     """Yield reasons why neither step time nor memory of a live model is known under a spec."""
     ddp = spec.ddp.get("find_unused_parameters") or spec.ddp.get("static_graph")
     for is_present, why in (
-        (_spreads(spec, "ep"), "expert parallelism of a live model is not planned yet"),
         (spec.compile, "compile of a live model is not planned yet"),
         (spec.sync_batchnorm, "sync_batchnorm of a live model is not planned yet"),
         (bool(ddp), "ddp's find_unused_parameters and static_graph are not planned yet"),
