@@ -38,6 +38,11 @@ from meshplan.runtime.base.phases import begin, heard_by
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.fake_step.cuda_mode import CPU, Behaviour
 from meshplan.runtime.fake_step.equal_blocks import Edges, runs_of, short_plan, shortened
+from meshplan.runtime.fake_step.few_microbatches import (
+    first_microbatches,
+    of_few,
+    with_all_inputs,
+)
 from meshplan.runtime.fake_step.hook_points import BlockRecorder, HookPointRecorder
 from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
 from meshplan.runtime.fake_step.step import fake_rank, names_of
@@ -59,8 +64,8 @@ def trace_microbatch(
     """Return the memory trace of one microbatch on one rank, as it runs from the second one on.
 
     Of many equal blocks in a row only a few run, and the trace is extended to all of them. A
-    pipeline runs all microbatches of a step at once, so its trace covers a whole step of this
-    rank's stages.
+    pipeline runs the microbatches of a step interleaved, so its trace covers a step of this rank's
+    stages, with as many microbatches as its peak depends on (`few_microbatches`).
 
     Args:
         model: The unsharded model of one process, on any device. It is copied, and its values are
@@ -74,8 +79,10 @@ def trace_microbatch(
         observer: What records the microbatch; None to record its memory only. A pipeline ignores
             it.
     """
-    if plan.assignment.stages is not None:
-        return _traced_pass(model, plan, inputs, targets, loss_fn, rank, device)
+    if (stages := plan.assignment.stages) is not None:
+        inputs, targets = first_microbatches((inputs, targets), stages)
+        trace = _traced_pass(model, of_few(plan), inputs, targets, loss_fn, rank, device)
+        return with_all_inputs(trace, stages)
     runs = [] if plan.assignment.apply else runs_of(model, plan)
     observer = observer or Observer()
     if runs:

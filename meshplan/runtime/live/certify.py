@@ -21,6 +21,7 @@ from meshplan.runtime.base.batch import mapped, microbatch
 from meshplan.runtime.estimate.composed import COMPOSED_ERROR, alike_ranks
 from meshplan.runtime.estimate.request import decided_of
 from meshplan.runtime.fake_step.default_loop import loop_of
+from meshplan.runtime.fake_step.few_microbatches import num_traced
 from meshplan.runtime.fake_step.microbatch import trace_microbatch
 from meshplan.runtime.trace.trace_errors import problem_of
 from meshplan.spec.spec import Spec
@@ -119,7 +120,7 @@ class Certifier:
 def _why_not(plan: Plan) -> str:
     """Return why a trace would take too long; "" if it would not.
 
-    Only pipelines can take too long: their trace runs every microbatch of the step, not just one.
+    Only pipelines can take too long: their trace runs several microbatches, not just one.
     """
     stages = plan.assignment.stages
     if stages is None:
@@ -128,7 +129,8 @@ def _why_not(plan: Plan) -> str:
     places = [plan.mesh.index(same[0], ("pp",)) for same in firsts]
     blocks = set(plan.graph.blocks())
     run = sum(places.count(stages.rank_of(s)) for fqn, s in stages.units if fqn in blocks)
-    if run * stages.microbatches <= _MOST_BLOCKS:
+    count = num_traced(stages)
+    if run * count <= _MOST_BLOCKS:
         return ""
-    much = f"{run} blocks with {stages.microbatches} microbatches each"
+    much = f"{run} blocks with {count} microbatches each"
     return f"a trace would run {much}; meshplan estimate does so, but takes longer"

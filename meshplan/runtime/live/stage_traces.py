@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from meshplan.assign.base.types import Stages
 from meshplan.errors import Origin, PlanError
-from meshplan.layout.schedules import SCHEDULES, num_to_simulate
-from meshplan.memory.log.events import EventLog, Term
+from meshplan.memory.log.events import EventLog
 from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.memory.replay import Prepared
 from meshplan.memory.replay.main import check_rules
@@ -28,8 +25,13 @@ from meshplan.plan.restrict import restrict
 from meshplan.planner.problem.live_model import StageError, TracedChoices
 from meshplan.runtime.base.batch import mapped
 from meshplan.runtime.estimate.estimate import check_played
-from meshplan.runtime.fake_step.costs import first_samples
 from meshplan.runtime.fake_step.default_loop import DefaultLoop
+from meshplan.runtime.fake_step.few_microbatches import (
+    first_microbatches,
+    num_traced,
+    of_few,
+    with_all_inputs,
+)
 from meshplan.runtime.fake_step.microbatch import trace_microbatch
 from meshplan.runtime.live.block_traces import in_words
 
@@ -84,7 +86,7 @@ class StageTraces:
         key = _key(plan, rank), stages.microbatches
         if key not in self._known:
             trace = self._trace(plan, rank, loop_of)
-            self._known[key] = Prepared(_with_all_inputs(trace, stages))
+            self._known[key] = Prepared(with_all_inputs(trace, stages))
         return self._known[key]
 
     def _trace(self, plan: Plan, rank: int, loop_of: Callable[[], DefaultLoop]) -> MicrobatchTrace:
@@ -103,47 +105,20 @@ class StageTraces:
         return found
 
     def _traced(self, plan: Plan, rank: int, loop: DefaultLoop) -> MicrobatchTrace:
-        short = _of_few(plan)
-        assert short.micro is not None
-        batch = first_samples(short.micro, (loop.inputs, loop.targets))
+        assert plan.assignment.stages is not None
+        # Without the inputs of the others, so that plans with more microbatches have this trace.
+        batch = first_microbatches((loop.inputs, loop.targets), plan.assignment.stages)
         inputs, targets = mapped(batch, lambda tensor: tensor.clone())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return trace_microbatch(
-                self._model, short, inputs, targets, loop.loss_fn, rank, self._device
+                self._model, of_few(plan), inputs, targets, loop.loss_fn, rank, self._device
             )
-
-
-def _of_few(plan: Plan) -> Plan:
-    """Return the plan with as many microbatches as the peak memory of a step depends on."""
-    stages = plan.assignment.stages
-    assert stages is not None
-    assert plan.micro is not None
-    count = _num_traced(stages)
-    assignment = replace(plan.assignment, stages=replace(stages, microbatches=count))
-    return replace(plan, micro=plan.micro // stages.microbatches * count, assignment=assignment)
-
-
-def _num_traced(stages: Stages) -> int:
-    schedule = SCHEDULES[stages.schedule]
-    return num_to_simulate(schedule, stages.num_ranks, stages.microbatches)
-
-
-def _with_all_inputs(trace: MicrobatchTrace, stages: Stages) -> MicrobatchTrace:
-    """Return the trace of the first microbatches with the inputs and targets of all of them."""
-    storages, traced = trace.log.storages, _num_traced(stages)
-    changes = tuple(
-        (delta * stages.microbatches // traced, storage, phase)
-        if storages[storage].term == Term.INPUTS
-        else (delta, storage, phase)
-        for delta, storage, phase in trace.log.changes
-    )
-    return replace(trace, log=replace(trace.log, changes=changes))
 
 
 def _key(plan: Plan, rank: int) -> Hashable:
     """Return all that the trace of a rank depends on."""
-    plan = _of_few(plan)
+    plan = of_few(plan)
     stages = plan.assignment.stages
     assert stages is not None
     place = plan.mesh.index(rank, ("pp",))
@@ -170,5 +145,5 @@ def _key(plan: Plan, rank: int) -> Hashable:
 def _words(plan: Plan, place: int) -> str:
     stages = plan.assignment.stages
     assert stages is not None
-    number, count = stages.of_rank(place)[0], _num_traced(stages)
+    number, count = stages.of_rank(place)[0], num_traced(stages)
     return f"stage {number} of {stages.num} with {count} microbatches"
