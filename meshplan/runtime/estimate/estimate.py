@@ -32,6 +32,7 @@ from meshplan.runtime.estimate.composed import (
 from meshplan.runtime.estimate.request import EstimateRequest, FakeStepResult, decided
 from meshplan.runtime.estimate.tried import try_forward
 from meshplan.runtime.fake_step.default_loop import DefaultLoop, check_stated, loop_of
+from meshplan.runtime.fake_step.few_microbatches import num_traced
 from meshplan.runtime.fake_step.step import fake_step
 from meshplan.runtime.torch_private.fakes import untraceable
 from meshplan.runtime.trace.bounds import (
@@ -78,7 +79,10 @@ class _TieredLogs:
 
 
 def estimate_by_trace(
-    request: EstimateRequest, report: Callable[[str], None], notes: Sequence[str] = ()
+    request: EstimateRequest,
+    report: Callable[[str], None],
+    notes: Sequence[str] = (),
+    composed_of: Callable[[int], FakeStepResult] | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of every rank by fake steps.
 
@@ -86,6 +90,8 @@ def estimate_by_trace(
         request: The request.
         report: Progress callback.
         notes: Notes to the user that the estimate must include.
+        composed_of: Returns the composed step of a rank, if its microbatches are traced already;
+            None to trace them here.
 
     Raises:
         SpecError: The model cannot be built, or its inputs are not stated and cannot be guessed.
@@ -97,7 +103,10 @@ def estimate_by_trace(
     groups = equal_ranks(plan.assignment)
     firsts = [ranks[0] for ranks in groups]
     try:
-        answer = _logs(request, model, plan, firsts, report)
+        if composed_of is not None:
+            answer = _by_rules([composed_of(rank) for rank in firsts])
+        else:
+            answer = _logs(request, model, plan, firsts, report)
     except UnknownShapeError as error:
         answer = _bounded(request, firsts, report, error)
     found = assemble(
@@ -146,7 +155,7 @@ def _logs(
     Without a request, tier 1 is used if some blocks, microbatches or ranks are equal. Otherwise it
     would cost as much as tier 3 and be less accurate.
     """
-    check_played(plan, 1)
+    check_played(plan)
     words = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     requested, why = Tier.asked(request.tier), ""
     if requested == Tier.REPLAY or (requested is None and is_cheaper(model, plan, ranks)):
@@ -157,7 +166,7 @@ def _logs(
             if requested:
                 raise _not_by(requested, str(error)) from None
             why = f"; the step cannot be composed: {error}"
-    check_played(plan, plan.accumulate)
+    check_played(plan, is_whole=True)
     report(f"tracing a step of {words}")
     imagined = run_in_subprocesses(_fake_step, [(request, rank) for rank in ranks])
     logs = [each.log for each in imagined]
@@ -165,16 +174,18 @@ def _logs(
     return _beside_composed(request, plan, ranks, whole)
 
 
-def check_played(plan: Plan, accumulate: int) -> None:
+def check_played(plan: Plan, *, is_whole: bool = False) -> None:
     """Raise a PlanError if a trace would take too long, because microbatches run one by one.
 
     Args:
         plan: The plan.
-        accumulate: Number of accumulation passes to trace. Without a pipeline each is one
-            microbatch; with a pipeline each contains all microbatches of the schedule.
+        is_whole: If True, the whole step is traced; if False, one accumulated microbatch, and of
+            those of a pipeline as many as the peak depends on.
     """
-    stages = plan.assignment.stages
-    ranks, passes = (stages.num_ranks, stages.microbatches) if stages is not None else (1, 1)
+    stages, accumulate = plan.assignment.stages, plan.accumulate if is_whole else 1
+    ranks, passes = 1, 1
+    if stages is not None:
+        ranks, passes = stages.num_ranks, stages.microbatches if is_whole else num_traced(stages)
     blocks = max(1, -(-len(plan.graph.blocks()) // ranks))
     if (count := accumulate * passes) * blocks <= _MOST_PLAYED:
         return
@@ -200,7 +211,10 @@ def _composed(request: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> _Ti
     Raises:
         NotComposedError: There are no rules to compose this step.
     """
-    found = composed(request, plan, ranks)
+    return _by_rules(composed(request, plan, ranks))
+
+
+def _by_rules(found: Sequence[FakeStepResult]) -> _TieredLogs:
     logs = [each.log for each in found]
     return _TieredLogs(logs, found[0].assumed, Tier.REPLAY, _BY_RULES, COMPOSED_ERROR)
 

@@ -73,7 +73,7 @@ class StageTraces:
             PlanError: There are no rules for a feature of the plan.
         """
         check_rules(plan)
-        check_played(plan, 1)
+        check_played(plan)
         prepared = self._prepared(plan, rank, loop_of)
         try:
             return composed_log(prepared, plan, rank)

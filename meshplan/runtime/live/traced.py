@@ -35,7 +35,7 @@ from meshplan.planner.problem.live_model import Priced, TracedChoices
 from meshplan.planner.space.trials import with_axes
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.estimate.estimate import estimate_by_trace
-from meshplan.runtime.estimate.request import EstimateRequest
+from meshplan.runtime.estimate.request import EstimateRequest, FakeStepResult
 from meshplan.runtime.estimate.scale_down import ModelSource
 from meshplan.runtime.fake_step.chain import staged_of
 from meshplan.runtime.live.block_traces import MOST, BlockTraces
@@ -231,7 +231,7 @@ class TracedModel:
                 raise PlanError(problems)
             return self._estimate(
                 plan,
-                partial(self._stages.log, plan, loop_of=lambda: traces.loop_of(plan)),
+                self._log_of_stages(plan),
                 "as many microbatches as the peak depends on were traced through each stage",
                 stop_above_bytes,
             )
@@ -253,13 +253,27 @@ class TracedModel:
         planner and `meshplan estimate` report the same bytes.
         """
         if plan.assignment.stages is not None:
-            if self._source is not None:
-                return estimate_by_trace(self._asked(plan.spec), self._report)
-            return self.memory(plan, stop_above_bytes)
+            if self._source is None:
+                return self.memory(plan, stop_above_bytes)
+            # The search has traced the stages as an estimate would: do not trace them again.
+            log_of, assumed = (
+                self._log_of_stages(plan),
+                self.traces(plan.spec).loop_of(plan).assumed,
+            )
+            return estimate_by_trace(
+                self._asked(plan.spec),
+                self._report,
+                composed_of=lambda rank: FakeStepResult(log_of(rank), assumed),
+            )
         traced = self.traces(plan.spec).traced_as_is(plan)
         if self._source is not None:
             return estimate_by_trace(self._asked(plan.spec), self._report)
         return self._composed(plan, traced, stop_above_bytes)
+
+    def _log_of_stages(self, plan: Plan) -> Callable[[int], EventLog]:
+        """Return what returns the log of a rank's step under a plan with pipeline stages."""
+        traces = self.traces(plan.spec)
+        return partial(self._stages.log, plan, loop_of=lambda: traces.loop_of(plan))
 
     def _composed(self, plan: Plan, prepared: Prepared, stop_above_bytes: float) -> MemoryEstimate:
         """Estimate every rank's memory from one microbatch of the whole model."""
