@@ -1,7 +1,8 @@
 """Choose the simplest of the plans that are hardly slower than the best, and list alternatives.
 
 Many plans are nearly as fast as the best, and no cost model is accurate to two per cent. Fewer mesh
-axes and fewer different choices of the blocks are worth more than such a difference.
+axes, axes that leave the model whole on each rank, and fewer different choices of the blocks are
+worth more than such a difference.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE
-from meshplan.layout.mesh import AXES
+from meshplan.layout.mesh import AXES, DATA_AXES
 from meshplan.planner.problem.decision import Evaluated
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate, solve_config
@@ -208,14 +209,19 @@ class Simplifier:
     def _virtual(self, row: int) -> int:
         return int(self._problem.grid[row]["virtual"])
 
-    def _of_row(self, row: int, allocator: str) -> tuple[int, int, int]:
-        """Return counts: (offloaded categories, axes larger than 1, settings for memory alone)."""
+    def _of_row(self, row: int, allocator: str) -> tuple[int, int, int, int]:
+        """Return counts of what makes a configuration less simple.
+
+        They are (offloaded categories, axes larger than 1, those of them that are no data axes,
+        settings for memory alone).
+        """
         config = self._problem.grid[row]
         spread = sum(int(config[axis] > 1) for axis in AXES)
         # FSDP over one rank counts like an axis, since it is less simple than no wrapper.
         shards = config["mode"] != _DDP and not spread and not config["offload"]
         room = int(config["loss_chunks"] > 1) + int(allocator != "default")
-        return int(config["offload"]).bit_count(), spread + int(shards), room
+        cut = sum(int(config[axis] > 1) for axis in AXES if axis not in DATA_AXES)
+        return int(config["offload"]).bit_count(), spread + int(shards), cut, room
 
 
 def _sets_of_options() -> Iterator[Options]:

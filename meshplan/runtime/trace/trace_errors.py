@@ -52,8 +52,8 @@ def refused(error: Exception, model: nn.Module, origin: Origin | None) -> PlanEr
 
 
 STATE_INPUT: Final = (
-    "state the inputs that the model takes: input: {shape: [2, 16], dtype: int64} for tokens, "
-    "{shape: [2, 3, 224, 224], dtype: float32} for images"
+    "state inputs that the model takes, or change those that are stated: input: {shape: [2, 16], "
+    "dtype: int64} for tokens, {shape: [2, 3, 224, 224], dtype: float32} for images"
 )
 """Fix for a forward that fails on the inputs that the plan states, or that were assumed."""
 
