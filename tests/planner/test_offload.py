@@ -22,10 +22,10 @@ from meshplan.layout.hardware import Cluster, find_device
 from meshplan.memory.answer.hosts import HOST_BYTES_PER_DEVICE
 from meshplan.planner.objectives import offload_variants
 from meshplan.planner.objectives.fastest import fastest_of
-from meshplan.planner.objectives.offload_variants import searched
+from meshplan.planner.objectives.offload_variants import _merged, searched
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.solve.config import solve_config
-from meshplan.planner.solve.result import SearchResult
+from meshplan.planner.solve.config import Candidate, solve_config
+from meshplan.planner.solve.result import ReplayedMemory, SearchResult
 from meshplan.planner.solve.search import search
 from meshplan.planner.space.enumeration import enumerate_grid
 from meshplan.planner.space.offload import offload_words
@@ -323,3 +323,20 @@ def test_a_plan_says_no_more_than_it_must():
     both = {"offload": {"params": True, "activations": True}}
     assert words(None, 3) == words("params", 3) == both
     assert words({"activations": True}, 2) == {}
+
+
+def test_a_second_search_does_not_lose_a_faster_plan():
+    """It may end with a slower plan of the same configuration, or with none."""
+
+    def found(seconds: float | None) -> SearchResult:
+        if seconds is None:
+            return SearchResult()
+        candidate = Candidate(0, seconds, (), (), ())
+        return SearchResult(best=candidate, measured=ReplayedMemory(fits=True))
+
+    for one, two, best in ((1.0, 1.1, 1.0), (1.1, 1.0, 1.0), (1.0, None, 1.0), (None, 1.0, 1.0)):
+        merged = _merged(found(one), found(two))
+        assert merged.best is not None
+        assert merged.best.seconds == best
+        assert merged.measured is not None
+    assert _merged(found(None), found(None)).best is None

@@ -210,11 +210,17 @@ def _restricted(table: CostTable, some: NDArray[np.bool_], found: SearchResult) 
 
 
 def _merged(one: SearchResult, two: SearchResult) -> SearchResult:
-    """Merge the results of two searches; the second space includes the best plan of the first."""
+    """Merge the results of two searches.
+
+    The second space includes the configuration of the first one's best plan, but its search may
+    come to another, slower plan of it: what it replays depends on what it has found before.
+    """
+    seconds = [each.best.seconds if each.best is not None else np.inf for each in (one, two)]
+    faster = two if seconds[1] < seconds[0] else one
     return replace(
         two,
-        best=two.best or one.best,
-        measured=two.measured or one.measured,
+        best=faster.best,
+        measured=faster.measured,
         lower_s=min(one.lower_s, two.lower_s),
         is_whole=one.is_whole and two.is_whole,
         unoffloaded_s=one.unoffloaded_s,
