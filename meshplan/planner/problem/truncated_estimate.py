@@ -85,7 +85,7 @@ class TruncatedEstimate:
         self._kind_of_block = kind_of_block
         self._alone = driver_bytes(request.device, ()).high
         self._taken: dict[tuple[int, ...], float] = {}
-        self._kinds: dict[tuple[object, ...], Assignment] = {}
+        self._kinds: dict[tuple[object, ...], Assignment | None] = {}
         self._seen: dict[tuple[object, ...], TruncatedFigures | None] = {}
         self._under: dict[tuple[int, float], list[tuple[float, ...]]] = {}
         """Linear bytes by rank of candidates not proved to exceed the capacity, by (index of the
@@ -124,25 +124,31 @@ class TruncatedEstimate:
         The axes larger than 1 decide which communicators are opened, and the mesh decides their
         sizes. One plan for each set of such axes is therefore enough.
         """
-        shorter, traced = self._request.shorter, self._request.traced
         kind = tuple(bool(row[axis] > 1) for axis in AXES), int(row["mode"]), int(row["offload"])
         try:
-            if kind in self._kinds:
-                pass
-            elif traced is not None:
-                stages = [[BlockChoice(name, 0, 0)] for name in self._firsts[: int(row["pp"])]]
-                words = self._stated(row, stages)
-                self._kinds[kind] = traced.decide(self._request.read(overrides(words))).assignment
-            elif shorter is not None:
-                self._kinds[kind] = self._truncated_assignment(_shortest(grid, row), shorter)
-            else:
-                return 0.0
+            if kind not in self._kinds:
+                self._kinds[kind] = self._with_any_blocks(grid, row)
         except MeshplanError:
             return 0.0  # The full estimate will report the error.
-        found = self._kinds[kind]
+        if (found := self._kinds[kind]) is None:
+            return 0.0
         axes = tuple(Axis(axis.name, int(row[axis.name])) for axis in found.mesh.axes)
         loans = tuple(replace(loan, size=int(row[loan.name])) for loan in found.mesh.loans)
         return self._links(replace(found, mesh=Mesh(axes, loans)))
+
+    def _with_any_blocks(self, grid: NDArray[np.void], row: np.void) -> Assignment | None:
+        """Return a configuration's assignment, of a truncated model if there is one.
+
+        None if there is neither a truncated model nor a live one.
+        """
+        shorter, traced = self._request.shorter, self._request.traced
+        if traced is not None:
+            stages = [[BlockChoice(name, 0, 0)] for name in self._firsts[: int(row["pp"])]]
+            words = self._stated(row, stages)
+            return traced.decide(self._request.read(overrides(words))).assignment
+        if shorter is None:
+            return None
+        return self._truncated_assignment(_shortest(grid, row), shorter)
 
     def _truncated_assignment(
         self, row: np.void, shorter: Callable[[Blocks], ModelGraph]
