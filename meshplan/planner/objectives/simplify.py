@@ -210,10 +210,11 @@ class Simplifier:
         return int(self._problem.grid[row]["virtual"])
 
     def _of_row(self, row: int, allocator: str) -> tuple[int, int, int, int]:
-        """Return counts of what makes a configuration less simple.
+        """Return counts of what makes a configuration less simple, the weightiest first.
 
-        They are (offloaded categories, axes larger than 1, those of them that are no data axes,
-        settings for memory alone).
+        Returns:
+            (offloaded categories, axes larger than 1, those of them that are no data axes, settings
+            for memory alone).
         """
         config = self._problem.grid[row]
         spread = sum(int(config[axis] > 1) for axis in AXES)

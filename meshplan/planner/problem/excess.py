@@ -30,13 +30,12 @@ def excess_of(
         driver_bytes: Bytes that the driver uses on every rank.
     """
     excess, over = 0.0, set[int]()
-    limit = memory.limit_bytes
     # Undo the estimate's margins, so that the reserved bytes are comparable to linear bytes.
     for group in memory.groups:
         linear = (group.band[1] - driver_bytes) / SHARES
         place = plan.mesh.index(group.ranks[0], ("pp",))
         excess = max(excess, linear - candidate.linear_bytes[place])
-        if limit is not None and group.band[1] > limit:
+        if group.fits is False:
             over.add(place)
     return excess, tuple(sorted(over))
 

@@ -49,7 +49,6 @@ are over, and what a rank holds depends on its own blocks alone. For each block 
 other options of the same blocks are replayed, and `ConfigSolver` takes the fastest that fits, or
 excludes the range. What was excluded without a proof counts in the gap.
 
-A search that
-is stopped early reports the lowest bound in the queue (`SearchResult.lower_s`), and with it the
-gap that is left.
+A search that is stopped early reports the lowest bound in the queue (`SearchResult.lower_s`), and
+with it the gap that is left.
 """

@@ -19,12 +19,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.planner.solve.config import (
-    Candidate,
-    ConfigSolver,
-    config_bound,
-    solve_config,
-)
+from meshplan.planner.solve.config import Candidate, ConfigSolver, config_bound, solve_config
 from meshplan.planner.solve.deadline import Deadline
 from meshplan.planner.solve.failures import resolve_failures
 from meshplan.planner.solve.result import Guess, NodeState, ReplayedMemory, RuledOut, SearchResult

@@ -129,9 +129,9 @@ class CostTable:
 
     @cached_property
     def range_solutions(self) -> dict[tuple[int, int, int, int], Any]:
-        """Solutions found by replays (`solve.stage_ranges`).
+        """Cache of solutions found by replays (`solve.stage_ranges`).
 
-        They are by (configuration, rank along pp, first place of the range, place after the last).
+        Its keys are (configuration, rank along pp, first place of the range, place after the last).
         """
         return {}
 

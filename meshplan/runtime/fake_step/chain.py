@@ -58,7 +58,7 @@ class Traces(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """Where pipeline stages may cut a model, and what they send.
+    """The places where pipeline stages may cut a model, and the bytes that they send.
 
     Attributes:
         starts: The blocks that a stage can begin with.

@@ -105,10 +105,7 @@ class TracedModel:
     def _why_no_stages(self, spec: Spec) -> str:
         """Return why plans with this pp cannot be searched; "" if they can."""
         if dist.is_initialized():
-            return (
-                "this process is in a process group, so the model cannot run as a rank of pp; "
-                "meshplan plan searches pp before the job starts"
-            )
+            return _in_a_group("pp")
         try:
             plan = self.decide(spec)
             starts = stage_starts(with_axes(spec, {"pp": 2}), plan.graph)
@@ -119,10 +116,7 @@ class TracedModel:
     def _why_no_tp(self, spec: Spec) -> str:
         """Return why plans with this tp cannot be searched; "" if they can."""
         if dist.is_initialized():
-            return (
-                "this process is in a process group, so the model cannot run as a rank of tp; "
-                "meshplan plan searches tp before the job starts"
-            )
+            return _in_a_group("tp")
         try:
             traces = self.traces(spec)
             mesh, groups = traces.plan.mesh, equal_ranks(traces.plan.assignment)
@@ -329,6 +323,14 @@ class TracedModel:
         ]
         (name, _), *rest = loop.assumed
         return ((name, ", ".join(parts)), *rest)
+
+
+def _in_a_group(axis: str) -> str:
+    """Return why a process in a process group cannot search this axis."""
+    return (
+        f"this process is in a process group, so the model cannot run as a rank of {axis}; "
+        f"meshplan plan searches {axis} before the job starts"
+    )
 
 
 def _clashes(plan: Plan) -> Iterator[Problem]:
