@@ -114,8 +114,11 @@ def _solve_range(
         return place not in measure(solver.replaced(candidate, place, solution)).over
 
     failed, smallest = candidate.option_counts[place], _smallest(menu, counts)
-    if smallest.option_counts == failed or not fits(smallest):
+    if smallest.option_counts == failed:
         return RangeSolution(NONE, is_proved=True)
+    least = measure(solver.replaced(candidate, place, smallest))
+    if place in least.over:  # A stage that cannot run says nothing of other options.
+        return RangeSolution(NONE, is_proved=not least.why)
     if _num_choices(menu, counts) > _MOST_LISTED:
         return _bisected(menu, counts, smallest, failed, fits, is_late)
     # A choice with fewer linear bytes may need more memory, so each is replayed.
