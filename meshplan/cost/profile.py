@@ -23,6 +23,8 @@ from meshplan.spec.spec import PROFILES, Spec
 
 _FILE: Final = Path(__file__).with_name("profiles.json")
 _EAGER: Final = "hf-eager"
+_COMPILED: Final = "torchtitan-compiled"
+"""The framework in `PROFILES` whose runs had compiled blocks."""
 
 HOST_BYTES_PER_S: Final = 60e9
 """Memory bandwidth that the processors of one node reach together, in bytes per second.
@@ -112,15 +114,22 @@ class Profile:
     residual: float | None = None
     num_runs: int = 0
 
-    @property
-    def note(self) -> str:
-        """A sentence on whose constants step times are by, and which network was assumed.
+    def note(self, spec: Spec) -> str:
+        """Return what to know about the step times of a plan by these constants, as one sentence.
 
-        "" for generic constants and for links that the plan states.
+        It says whose constants they are, which network was assumed, and that compiled blocks are
+        priced as eager ones. "" for generic constants, links that the plan states, eager blocks.
         """
         whose = f" by constants for {self.framework}" if self.framework in PROFILES else ""
         assumed = f" assuming {self.assumed_network}" if self.assumed_network else ""
-        return f"step times are estimated{whose}{assumed}" if whose or assumed else ""
+        parts = [f"step times are estimated{whose}{assumed}"] if whose or assumed else []
+        return "; ".join([*parts, *([eager] if (eager := self.eager_note(spec)) else [])])
+
+    def eager_note(self, spec: Spec) -> str:
+        """Return a warning that compiled blocks are priced as eager ones; "" if none are."""
+        if not spec.compile or self.framework == _COMPILED:
+            return ""
+        return "step times are those of eager blocks; compiled ones usually take less"
 
     @property
     def is_fitted(self) -> bool:
@@ -172,7 +181,8 @@ def framework_of(spec: Spec, graph: ModelGraph, device: str) -> str:
     """Return the name in `PROFILES` of the code that runs a plan's step.
 
     Without a statement of the plan, it follows from the model: modules of transformers run eagerly
-    under the wrappers of meshplan, as the runs of hf-eager did. On a GPU that those runs did not
+    under the wrappers of meshplan, as the runs of hf-eager did. Compiled blocks are priced as eager
+    ones (`Profile.eager_note`). On a GPU that those runs did not
     have, their error is not known, and published H100 runs are slower: there, and for other models,
     the constants are generic.
 
@@ -187,9 +197,29 @@ def framework_of(spec: Spec, graph: ModelGraph, device: str) -> str:
     own = (each.dtype for each in graph.tensors.values() if not each.is_buffer)
     dtype = spec.precision.param or next(own, "")
     types = (module.qualified_type for module in graph.modules.values())
-    is_known = device in runs["devices"] and dtype == runs["dtype"] and not spec.compile
+    is_known = device in runs["devices"] and dtype == runs["dtype"]
     is_eager = is_known and any(each.startswith("transformers.") for each in types)
     return _EAGER if is_eager else PROFILES[0]
+
+
+def profile_of_plan(
+    spec: Spec, graph: ModelGraph, cluster: Cluster, dtype: str, measured: Profile | None = None
+) -> Profile:
+    """Return the constants for a step of a plan: measured ones, or those of `framework_of`.
+
+    Args:
+        spec: The plan's spec.
+        graph: The model.
+        cluster: The devices and links.
+        dtype: The dtype in which the plan computes.
+        measured: A measured profile; None if nothing was measured.
+
+    Raises:
+        PlanError: As `profile_of` and `measured_for`.
+    """
+    if measured is not None:
+        return measured_for(measured, cluster, dtype)
+    return profile_of(cluster, framework_of(spec, graph, cluster.device.name), dtype)
 
 
 def profile_of(cluster: Cluster, framework: str = PROFILES[0], dtype: str = "bfloat16") -> Profile:

@@ -8,7 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from meshplan.cost.profile import framework_of, profile_of
+from meshplan.cost.profile import profile_of_plan
 from meshplan.cost.stages import stage_seconds, step_parts
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.memory.analytic.estimate import estimate_analytic
@@ -166,8 +166,7 @@ def gantt_facts(request: DrawRequest) -> Gantt:
     try:
         a = request.plan.assignment
         dtype = next((p.compute_dtype for p in a.tensors.values() if not p.info.is_buffer), "")
-        framework = framework_of(request.plan.spec, request.plan.graph, cluster.device.name)
-        profile = profile_of(cluster, framework, dtype)
+        profile = profile_of_plan(request.plan.spec, request.plan.graph, cluster, dtype)
         times = stage_seconds(request.plan, profile, hardware.gpus_per_node)
         parts = None
         if a.stages is None:

@@ -82,8 +82,8 @@ KEYS: Final[tuple[PlanKey, ...]] = (
     PlanKey("allocator", _SPEC.allocator, True),
     PlanKey(
         "profile",
-        "hf-eager for a model of transformers on a GPU that its runs had, in their dtype and not "
-        "compiled; else generic",
+        "hf-eager for a model of transformers on a GPU that its runs had, in their dtype; else "
+        "generic",
     ),
     PlanKey("solve.objective", OBJECTIVE),
     PlanKey("solve.robust", "none"),

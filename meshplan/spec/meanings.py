@@ -146,7 +146,7 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "Planning": {
             "profile": (
                 "the code that runs the step, by whose runs its seconds are estimated: `hf-eager` "
-                "(a model of transformers, not compiled), `torchtitan`, `torchtitan-compiled`, "
+                "(a model of transformers), `torchtitan`, `torchtitan-compiled`, "
                 "`llm-foundry`, `megatron`, `deepspeed`, `nanotron`, `kempnerforge`, or `generic`, "
                 "typical shares of a GPU's datasheet"
             ),

@@ -246,7 +246,7 @@ def test_the_bench_writes_what_was_asked(tmp_path, capsys):
     [
         ("h200-sxm-141gb", {}, "hf-eager"),
         ("h200-sxm-141gb", {"profile": "generic"}, "generic"),
-        ("h200-sxm-141gb", {"compile": True}, "generic"),
+        ("h200-sxm-141gb", {"compile": True}, "hf-eager"),  # As eager blocks.
         ("h200-sxm-141gb", {"precision": "32-true"}, "generic"),
         ("h100-sxm-80gb", {}, "generic"),  # Its runs had another GPU.
         ("h100-sxm-80gb", {"profile": "hf-eager"}, "hf-eager"),

@@ -33,6 +33,7 @@ from meshplan.runtime.live.planned import request_of_entry
 from meshplan.runtime.live.traced import TracedModel
 from meshplan.spec.reader import load_spec
 from tests.helpers import planned
+from tests.helpers.eager_figures import check_eager_figures
 
 
 def plan_of(name: str, **fields: Any) -> dict[str, Any]:
@@ -366,6 +367,18 @@ def test_what_multiplies_in_another_dtype_is_planned(entry, precision, shape, tm
     )
 
 
+def test_compiled_blocks_are_planned_by_what_eager_ones_take(tmp_path):
+    decisions = []
+    for is_compiled in (False, True):
+        path = tmp_path / f"{is_compiled}.yaml"
+        path.write_text(json.dumps(plan_of("vit", compile=is_compiled)))
+        decisions.append(search_plan(path))
+    check_eager_figures(*decisions)
+    found = checking.estimate_memory(path, overrides(decisions[1].chosen.stated))
+    assert found.bound
+    assert found.worst.band == decisions[1].chosen.memory.worst.band
+
+
 def test_a_model_without_blocks_is_planned(tmp_path):
     """One sample takes another course than two, so two and three tell the rest."""
     path = tmp_path / "plan.yaml"
@@ -420,7 +433,6 @@ def test_ddp_in_one_dtype_is_planned(mesh, strategy, precision, tmp_path):
          "aten._local_scalar_dense.default"),
         ("tests.helpers.planned:Alone", {"input": None}, "the plan states no input for Alone"),
         ("tests.helpers.planned:Alone", {"optimizer": "muon"}, "on sharded parameters"),
-        ("tests.helpers.planned:Alone", {"compile": True}, "compile of a live model"),
         ("tests.helpers.planned:Alone", {"activation_checkpointing": "selective"}, "selective"),
         ("tests.helpers.planned:Alone", {"batch": {"global": None}}, "no samples per step"),
         ("tests.helpers.planned:Convolves",

@@ -70,7 +70,6 @@ def test_blocks_add_up_to_the_step(job):
         ({"rules": [{"match": "model.layers.1", "reshard_after_forward": 2}]}, "fewer ranks"),
         ({"rules": [{"match": "model.layers.1", "place": "replicate"}]}, "the same axes"),
         ({"batch": {"seq_len": 64}}, "states no batch size"),
-        ({"compile": True}, "compiled"),
         ({"mesh": {"pp": 2, "dp_shard": 4}, "batch": {"micro": 2, "accumulate": 2, "seq_len": 64}},
          "accumulation around"),
         ({"mesh": {"pp": 2, "dp_shard": 4},

@@ -28,8 +28,10 @@ from meshplan.planner.problem.overrides import BlockChoice, patterns
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import request_of
 from meshplan.planner.solve.config import Candidate, solve_config
+from meshplan.render.plans.plan import decision_to_text
 from meshplan.spec.reader import load_spec
 from tests.helpers import models
+from tests.helpers.eager_figures import check_eager_figures
 from tests.helpers.pooled import pooled_bytes
 
 LLAMA = {
@@ -296,6 +298,29 @@ def test_what_else_a_plan_says_is_kept(job, fields, mesh):
     assert again.worst.band == chosen.memory.worst.band
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"hardware": PLAN["hardware"] | {"headroom": 0.94}},
+        {"mesh": {"pp": 2, "dp_shard": "auto"}, "pipeline": {"schedule": "1F1B"}},
+    ],
+)
+def test_compiled_blocks_are_planned_by_what_eager_ones_take(job, fields):
+    eager = search_plan(job(**fields))
+    compiled = search_plan(path := job(compile=True, **fields))
+    check_eager_figures(eager, compiled)
+    found = checking.estimate_memory(path, overrides(compiled.chosen.stated))
+    assert found.bound
+    assert found.worst.band == compiled.chosen.memory.worst.band
+    assert "without a compiler" in found.bound
+
+
+def test_compiled_blocks_have_the_seconds_of_runs_that_were_compiled(job):
+    decision = search_plan(job(compile=True, profile="torchtitan-compiled"))
+    assert "eager blocks" not in "\n".join(decision_to_text(decision, "plan.yaml"))
+
+
 def test_nothing_fits(job, capsys):
     path = job(hardware=PLAN["hardware"] | {"headroom": 0.99})
     assert main(["plan", "-f", str(path), "--dry-run"]) == 1
@@ -311,7 +336,6 @@ def test_nothing_fits(job, capsys):
         ({"hardware": None}, "states no hardware"),
         ({"hardware": {"nodes": 1, "gpus_per_node": 8, "memory": "80GiB"}}, "speed is unknown"),
         ({"mesh": [2, 4]}, "bare mesh"),
-        ({"compile": True}, "no rules for compiled blocks"),
         ({"solve": {"objective": "speed"}}, "'speed' is not an objective"),
         (
             {"activation_checkpointing": {"mode": "selective", "save": ["mm"]}},

@@ -127,6 +127,7 @@ def analytic_microbatches(
         spread=spread or spread_of(plan),
         loss_chunks=loss_chunks_of(plan),
         offloaded=frozenset(map(_number, plan.assignment.host_activations)),
+        is_compiled=bool(plan.assignment.compiled),
     )
     shape = shape_of(plan.graph)
     if stages is not None:

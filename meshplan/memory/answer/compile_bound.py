@@ -17,15 +17,14 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
-from meshplan.memory.log.events import EventLog, Storage, Term
+from meshplan.memory.log.events import COMPILED_OUTPUT, EventLog, Storage, Term
 from meshplan.model.graph import around
 
 BOUND: Final = (
     "blocks are compiled, and the figures are those of the same blocks without a compiler; "
     "the lower end, 'from', leaves out every tensor that the compiler may fuse away or recompute"
 )
-_PRODUCTS: Final = ("mm", "bmm", "convolution", "_grouped_mm", "_scaled_dot_product", "_flash",
-                    "_efficient")  # fmt: skip
+_PRODUCTS: Final = ("mm", "convolution", "attention", "_flash", "_efficient")
 """Substrings in the names of operators that run as separate kernels, and are never fused."""
 _FREE: Final = frozenset({Term.TEMPORARIES, Term.ACTIVATIONS})
 
@@ -37,8 +36,8 @@ def least_of(log: EventLog, compiled: Collection[str]) -> EventLog:
 
     Args:
         log: The step of one rank as it runs without a compiler.
-        compiled: Fqns of the compiled modules. The outputs of a compiled module must be logged
-            under its parent, because the compiler cannot fuse them away.
+        compiled: Fqns of the compiled modules. The outputs of a compiled module, which the compiler
+            cannot fuse away, must be logged under its parent or as made by `COMPILED_OUTPUT`.
     """
     kept = [not _may_go(storage, frozenset(compiled)) for storage in log.storages]
     events = tuple(event for event in log.events if kept[event.storage])
@@ -46,8 +45,12 @@ def least_of(log: EventLog, compiled: Collection[str]) -> EventLog:
 
 
 def _may_go(storage: Storage, compiled: frozenset[str]) -> bool:
-    namespace, _, name = storage.op.partition(".")
-    if storage.term not in _FREE or namespace != "aten" or name.startswith("empty"):
+    # Traces list operators as torch names them, the analytic estimate without namespace.
+    namespace, is_traced, name = storage.op.partition(".")
+    name = name or namespace
+    if storage.term not in _FREE or (is_traced and namespace != "aten"):
+        return False
+    if not name or name.startswith(("empty", COMPILED_OUTPUT)):
         return False
     if any(word in name for word in _PRODUCTS):
         return False

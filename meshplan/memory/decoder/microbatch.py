@@ -20,7 +20,7 @@ from meshplan.memory.decoder.sizes import Shape, shape_of
 from meshplan.memory.decoder.sp_boundary import cut, end
 from meshplan.memory.decoder.tp_ops import Entered, TpPlanOnTape, look_up, project
 from meshplan.memory.decoder.vocab_parallel_loss import cross_entropy_of_parts
-from meshplan.memory.log.events import Term
+from meshplan.memory.log.events import COMPILED_OUTPUT, Term
 from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.memory.tape.ops import TapeBuilder
 from meshplan.memory.tape.tape import Grad, Tape, play
@@ -61,6 +61,8 @@ class MicrobatchSpec:
             instead of the default that `keeps_chosen` selects.
         loss_chunks: Number of chunks of tokens over which head and loss are computed one by one.
         offloaded: Numbers of the blocks whose saved activations are kept in host memory.
+        is_compiled: If True, blocks are compiled: the ops that make their outputs are named
+            `COMPILED_OUTPUT`, because a compiler cannot fuse these tensors away.
         is_chain: If True, all blocks consist of equal ops: the ops that shard the sequence before
             the first block and gather it after the last one do not belong to the units of these
             blocks, although in a real step they do.
@@ -85,6 +87,7 @@ class MicrobatchSpec:
     saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
     loss_chunks: int = 1
     offloaded: frozenset[int] = frozenset()
+    is_compiled: bool = False
     is_chain: bool = False
 
     def saved(self, number: int) -> frozenset[str]:
@@ -143,6 +146,9 @@ def tape_of(shape: Shape, run: MicrobatchSpec, *, only: Collection[int] | None =
         entered, begun = x, len(tape.rows)
         at = replace(w.at(fqn), saves=saved or _CHOSEN, is_recomputed=is_recomputed)
         x = block(at, shape, x, part)
+        if run.is_compiled:
+            assert x in tape.rows[-1].makes
+            tape.rows[-1] = tape.rows[-1]._replace(op=COMPILED_OUTPUT)
         if is_recomputed:
             w.recomputed(
                 begun, keeps_chosen=bool(saved), given=part.given, on_host=on_host, enters=entered

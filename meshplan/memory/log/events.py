@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 
 class Term(StrEnum):
@@ -29,6 +29,10 @@ class Term(StrEnum):
     LOSS = "logits and loss"
     WORKSPACES = "library workspaces"
     TEMPORARIES = "temporaries"
+
+
+COMPILED_OUTPUT: Final = "compiled_output"
+"""Name of the operator that makes the output of a compiled block, in a computed log."""
 
 
 class Storage(NamedTuple):

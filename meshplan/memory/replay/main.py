@@ -102,7 +102,6 @@ def _unknown(plan: Plan, trace: Prepared | None) -> Iterator[Problem]:
             else False,
             "a parameter that two stages of one rank share",
         ),
-        (bool(a.compiled), "compiled blocks"),
         (
             bool(a.host_activations) and (trace is None or trace.host is None),
             "offloaded activations",

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.grid import cuts_of
-from meshplan.cost.profile import Profile, framework_of, measured_for, profile_of
+from meshplan.cost.profile import Profile, profile_of_plan
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem, check_all
 from meshplan.layout.mesh import order_of
@@ -265,10 +265,7 @@ class PlanningProblem:
         measured, dtype = self.request.profile, self.spec.precision.param or self.dtype
         cluster = self.request.cluster
         try:
-            if measured is not None:
-                return measured_for(measured, cluster, dtype)
-            framework = framework_of(self.spec, self._graph, cluster.device.name)
-            return profile_of(cluster, framework, dtype)
+            return profile_of_plan(self.spec, self._graph, cluster, dtype, measured)
         except PlanError as error:
             at = self.spec.origin("hardware")
             raise PlanError([replace(each, origin=at) for each in error.problems]) from None

@@ -19,7 +19,7 @@ from meshplan.cost.grid import (
     RECOMPUTE,
     SCHEDULE_WORDS,
 )
-from meshplan.cost.profile import Profile, framework_of, measured_for, profile_of, without
+from meshplan.cost.profile import Profile, profile_of_plan, without
 from meshplan.cost.step import Array, Terms, terms
 from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
@@ -90,13 +90,7 @@ class Costed:
             p.info.dtype for p in plan.assignment.tensors.values() if not p.info.is_buffer
         )
         dtype = plan.spec.precision.param or self._dtype
-        self.profile = (
-            measured_for(profile, cluster, dtype)
-            if profile is not None
-            else profile_of(
-                cluster, framework_of(plan.spec, plan.graph, cluster.device.name), dtype
-            )
-        )
+        self.profile = profile_of_plan(plan.spec, plan.graph, cluster, dtype, profile)
         self.row = plan_as_config(plan)
 
     def with_profile(self, profile: Profile) -> Costed:
@@ -298,7 +292,6 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
     for is_present, what in (
         (plan.micro is None, "a plan that states no batch size"),
         (any(loan.within != LENDER for loan in mesh.loans), f"ranks not borrowed from {LENDER}"),
-        (bool(a.compiled), "compiled blocks"),
         (any(u.on_host for u in a.units.values()) and not offload_of(plan) & PARAMS_ON_HOST,
          "offloaded parameters of single modules"),
         (bool(a.host_activations) and not offload_of(plan) & ACTIVATIONS_ON_HOST,

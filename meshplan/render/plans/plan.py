@@ -60,6 +60,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
             "residual": decision.profile.residual,
             "runs": _runs(decision.profile),
             "assumed_network": decision.profile.assumed_network or None,
+            "note": decision.profile.note(decision.spec) or None,
             "file": str(decision.profile_path) if decision.profile_path else None,
         },
     }
@@ -258,6 +259,8 @@ def _speed(decision: Decision, chosen: Evaluated) -> list[str]:
     if profile.assumed_network:
         text = f"        assumed: {profile.assumed_network}; if yours differs, state hardware.inter"
         lines += wrapped(text, 8)
+    if note := profile.eager_note(chosen.plan.spec):
+        lines += wrapped(f"        {note}", 8)
     return lines
 
 

@@ -369,7 +369,6 @@ def _without_figures(spec: Spec) -> Iterator[str]:
     """Yield reasons why neither step time nor memory of a live model is known under a spec."""
     ddp = spec.ddp.get("find_unused_parameters") or spec.ddp.get("static_graph")
     for is_present, why in (
-        (spec.compile, "compile of a live model is not planned yet"),
         (spec.sync_batchnorm, "sync_batchnorm of a live model is not planned yet"),
         (bool(ddp), "ddp's find_unused_parameters and static_graph are not planned yet"),
         (
