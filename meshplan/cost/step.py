@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.collectives import (
+    CollectiveGroup,
     all_gather,
     all_reduce,
     all_to_all,
@@ -298,12 +299,17 @@ class Rows:
         self.grid, ep = grid, grid["ep"].astype(np.float64)
         near, lent = partial(group, gpus_per_node=gpus_per_node), stride_of(grid, "dp_shard", order)
         self.along_ep, self.along_rest = near(ep, lent), near(self.shards / ep, lent * ep)
-        has_whole = bool((self.mode == _DDP).any())
+        self.has_whole = bool((self.mode == _DDP).any())
         self.offloads = bool(grid["offload"].any())
         # True where FSDP2 runs over a single rank, without communication.
         self.are_alone = (self.mode == _SHARD) & (self.shards * replicate == 1)
         self._per_node = gpus_per_node
-        self.along_all = along(GRADIENT_AXES) if has_whole else None
+        self._along = along
+
+    @cached_property
+    def along_all(self) -> CollectiveGroup:
+        """The groups of all data ranks."""
+        return self._along(GRADIENT_AXES)
 
     def compute(self, tally: Tally) -> Array:
         """Return the seconds of computation."""
@@ -329,7 +335,7 @@ class Rows:
         profile, ranks = self.profile, self.along_tp.ranks
         waits = ranks * profile.collective_rank_s + self._across()
         each = profile.collective_s + np.where(self.is_far, waits, 0.0)
-        count = sent.all_reduces + sent.gathers + sent.all_to_alls
+        count = sent.all_reduces + sent.gathers + sent.all_to_alls + sent.statistics
         return tally.kernels * profile.launch_s + count * each
 
     def _across(self) -> Array:
@@ -337,7 +343,7 @@ class Rows:
         return np.asarray((self.along_tp.nodes - 1) * self.profile.collective_node_s)
 
     def sent(self, sent: Sent) -> Array:
-        """Return the seconds of the communication of tp and ep that nothing hides."""
+        """Return the seconds of the communication inside a microbatch, which nothing hides."""
         out = np.zeros_like(self.samples)
         if sent.all_reduces:
             num_bytes = self.samples * sent.all_reduce_bytes + sent.all_reduce_once_bytes
@@ -353,6 +359,9 @@ class Rows:
         if sent.all_to_alls:
             num_bytes = self.samples * sent.all_to_all_bytes + sent.all_to_all_once_bytes
             out = out + all_to_all(num_bytes, self.along_ep, self.profile, sent.all_to_alls)
+        if sent.statistics:
+            num_bytes = np.full_like(self.samples, sent.statistics_bytes)
+            out = out + all_reduce(num_bytes, self.along_all, self.profile, sent.statistics)
         return np.asarray(out)
 
     def keys(self, num_bytes: float) -> Array:
@@ -405,7 +414,7 @@ class Rows:
                 whole * widths.reduce, self.along_rest, profile
             )
             summed = summed + all_reduce(other * widths.reduce, self.along_replicas, profile)
-        if self.along_all is None:
+        if not self.has_whole:
             return gathered, reduced, summed, None
         return gathered, reduced, summed, all_reduce(numel * widths.stored, self.along_all, profile)
 
@@ -431,9 +440,10 @@ class Rows:
 
     def slows(self) -> Array | float:
         """Return the `Profile.contention` of DDP's all-reduce with the backward that hides it."""
-        usual, alone, group = self.profile.contention, self.profile.contention_alone, self.along_all
-        if alone is None or group is None:
+        usual, alone = self.profile.contention, self.profile.contention_alone
+        if alone is None:
             return usual
+        group = self.along_all
         return np.where((group.per_node == 1) & (group.nodes > 1), alone, usual)
 
     def update(self, kind: BlockKind) -> Array:

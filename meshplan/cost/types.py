@@ -30,7 +30,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """Communication of tp and ep in one microbatch: collectives, and their bytes for one sample.
+    """Communication inside a microbatch, which nothing hides: of tp and ep, and of BatchNorm.
 
     Args:
         all_reduces, gathers, all_to_alls: Number of collectives.
@@ -40,6 +40,8 @@ class Sent:
         all_to_all_bytes: Bytes that one rank sends along ep for one sample, including those that it
             sends to itself.
         all_to_all_once_bytes: Bytes that one rank sends along ep whatever the number of samples.
+        statistics, statistics_bytes: Number of all-reduces over all data ranks by which
+            BatchNorms are synchronized, and their bytes, whatever the number of samples.
     """
 
     all_reduces: int = 0
@@ -52,6 +54,8 @@ class Sent:
     all_to_alls: int = 0
     all_to_all_bytes: float = 0.0
     all_to_all_once_bytes: float = 0.0
+    statistics: int = 0
+    statistics_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +88,8 @@ class BlockKind:
         num_experts: Number of experts on this rank.
         forward, backward: Work of one microbatch; backward without recomputation.
         recompute: Work of recomputation in backward, by index into `grid.RECOMPUTE`.
-        sent_forward, sent_backward: Communication of tp and ep in one microbatch.
-        sent_recompute: Communication of tp and ep in recomputation, by index into `grid.RECOMPUTE`.
+        sent_forward, sent_backward: Communication inside one microbatch.
+        sent_recompute: Communication inside its recomputation, by index into `grid.RECOMPUTE`.
         saved_bytes: Bytes saved from forward to backward for one sample, by index into
             `grid.RECOMPUTE`.
         transient_bytes: Highest number of bytes that forward or backward needs for one sample

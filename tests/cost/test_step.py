@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from meshplan.cost.chain import chain_of
-from meshplan.cost.collectives import all_gather, group
+from meshplan.cost.collectives import all_gather, all_reduce, group
 from meshplan.cost.grid import GRID, MODES, OPTIONS, PARAMS_ON_HOST
 from meshplan.cost.pipeline import crossing_seconds
 from meshplan.cost.profile import profile_of, without
 from meshplan.cost.step import Rows, terms, widths_of
+from meshplan.cost.types import Sent, Tally
 from meshplan.layout.hardware import Cluster, Link, find_device
 from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import make_plan
@@ -410,3 +411,17 @@ def test_a_reduce_scatter_takes_as_long_as_it_was_measured_to():
     )
     assert (twice_gathered, twice_summed) == (gathered, summed)
     assert twice_reduced == 2 * reduced > 0
+
+
+def test_statistics_of_batchnorms_are_summed_over_all_data_ranks():
+    """Whatever the number of samples, and before the device may go on."""
+    sent = Sent(statistics=3, statistics_bytes=1e6)
+    seconds = [
+        Rows(row(**axes), REAL, 8, widths_of(FP32)).sent(sent)
+        for axes in ({"dp_shard": 8}, {"dp_replicate": 4, "dp_shard": 2, "micro": 2}, {"tp": 8})
+    ]
+    told = all_reduce(np.array([1e6]), group(np.array([8.0]), np.ones(1), 8), REAL, 3)
+    assert seconds[0] == seconds[1] == told > 0
+    assert seconds[2] == 0
+    launch = Rows(row(dp_shard=8), REAL, 8, widths_of(FP32)).launch
+    assert launch(Tally(), sent) == 3 * REAL.collective_s

@@ -170,6 +170,18 @@ class Convolves(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
+class Normalizes(nn.Module):
+    """Two blocks with a BatchNorm each, of 16 and of 24 channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv1d(16, 16, 3), nn.BatchNorm1d(16), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv1d(16, 24, 3), nn.BatchNorm1d(24), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
 class Alone(nn.Module):
     """No blocks, and for one sample another course than for several."""
 

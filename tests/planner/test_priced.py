@@ -20,7 +20,7 @@ from meshplan.cli.app import main
 from meshplan.cost.types import Sent
 from meshplan.errors import Origin
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.problem.request import request_of_file
+from meshplan.planner.problem.request import cluster_of, request_of_file
 from meshplan.planner.tables.whole_plan import Costed
 from meshplan.runtime.estimate.request import EstimateRequest
 from meshplan.runtime.estimate.scale_down import ModelSource
@@ -46,6 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "mesh": {"dp_shard": 4}, "strategy": "full_shard", "activation_checkpointing": "selective",
     },
     "ddp": {"mesh": {"dp_replicate": 4}, "strategy": "ddp"},
+    "compiled": {"mesh": {"dp_shard": 4}, "strategy": "full_shard", "compile": True},
     "full_shard": {"mesh": {"dp_shard": 4}, "strategy": "full_shard"},
 }  # fmt: skip
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
@@ -179,6 +180,51 @@ def test_a_model_as_it_runs_takes_as_long_as_its_config_says(layout, more, write
     assert as_run.seconds == pytest.approx(by_config.seconds, rel=0.15)
     job = PlanningProblem(request_of_file(path, ["mesh={dp_shard: 4}", "strategy=full_shard"]))
     assert found.flops == pytest.approx(job.flops_of_sample, rel=0.01)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
+def test_all_reduces_of_synchronized_batchnorms_are_counted(strategy, write, capsys):
+    """Each sums twice in forward: a count and a value per channel, then a value per channel."""
+    axis = "dp_replicate" if strategy == "ddp" else "dp_shard"
+    path = write({
+        "version": 1, "mesh": {axis: 8}, "strategy": strategy, "precision": "bf16-mixed",
+        "model": {"entry": "tests.helpers.planned:Normalizes"}, "sync_batchnorm": True,
+        "hardware": {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"},
+        "activation_checkpointing": "none", "batch": {"micro": 4, "accumulate": 1},
+        "input": {"shape": [4, 16, 64], "dtype": "float32"},
+    })  # fmt: skip
+    spec = load_spec(path)
+    source = ModelSource(entry="tests.helpers.planned:Normalizes", origin=Origin(path))
+    found = priced(EstimateRequest(spec=spec, source=source, device="h100-sxm-80gb"), print)
+    kinds = [found.chain.kinds[number] for number in found.chain.order]
+    forward, backward = (
+        (sum(sent.statistics for sent in each), sum(sent.statistics_bytes for sent in each))
+        for each in ([k.sent_forward for k in kinds], [k.sent_backward for k in kinds])
+    )
+    assert forward == backward == (4, 4 * (2 * (16 + 24) + 2))
+    capsys.readouterr()
+    assert main(["plan", "-f", path, "--json", "-q"]) == 0
+    planned = json.loads(capsys.readouterr().out)["result"]
+    cluster = cluster_of(spec, "h100-sxm-80gb")
+    assert planned["step_s"] == pytest.approx(
+        Costed(found.plan, cluster, None, found.chain).seconds, rel=1e-9
+    )
+    assert planned["peak_bytes"] == checking.estimate_memory(path).worst.band[1]
+
+
+@pytest.mark.parametrize("option", ["gradient_as_bucket_view", "broadcast_buffers"])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_options_of_ddp_are_planned_with_ddp(is_open, option, write, capsys):
+    fields = {"mesh": "auto", "strategy": "auto"} if is_open else LAYOUTS["ddp"]
+    plan = plan_of("ddp", "32-true", ddp={option: False}, **fields)
+    flags = ["-f", write(plan), "--model", MODEL]
+    assert main(["plan", *flags, "--json", "-q"]) == 0
+    planned = json.loads(capsys.readouterr().out)["result"]
+    assert planned["gap"] < 1e-6
+    assert planned["strategy"] == "ddp"
+    assert main(["estimate", *flags, "--json", "-q"]) == 0
+    groups = json.loads(capsys.readouterr().out)["result"]["groups"]
+    assert planned["peak_bytes"] == max(group["band"][1] for group in groups)
 
 
 @pytest.mark.wide

@@ -174,9 +174,14 @@ def freedom_of(
     modes: tuple[int, ...] = tuple(range(len(MODES)))
     reshard: tuple[int, ...] = (0, 1)
     hybrid = None
-    if spec.strategy not in (None, AUTO):
-        modes, reshard = STRATEGY_OPTIONS[spec.strategy or ""]
-        hybrid = spec.strategy.startswith("hybrid") if modes == (SHARD,) else None
+    strategy = None if spec.strategy == AUTO else spec.strategy
+    if strategy is None and spec.ddp:
+        strategy = "ddp"
+        why = "the plan has options of DistributedDataParallel, which only ddp uses"
+        rejected.append(Rejected("strategy=zero1, zero2, full_shard, hybrid_shard", why))
+    if strategy is not None:
+        modes, reshard = STRATEGY_OPTIONS[strategy]
+        hybrid = strategy.startswith("hybrid") if modes == (SHARD,) else None
     trial = with_axes(spec, {"dp_shard": 2})
     chunks, why = chunks_of(spec, refuses, trial, is_traced=is_traced)
     rejected += [Rejected("loss_chunks", why)] if why else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from meshplan.cost.grid import ACTIVATIONS_ON_HOST
 from meshplan.layout.mesh import DATA_AXES
@@ -33,6 +34,7 @@ def with_axes(
     """
     spec = as_trial(spec, sizes, experts)
     has_tp = sizes.get("tp", 1) > 1
+    is_cut = any(size > 1 for axis, size in sizes.items() if axis not in DATA_AXES)
     tp_plan = spec.tp_plan if has_tp else "none"
     if has_tp and tp_plan == "none" and "tp_plan" not in spec.origins:
         tp_plan = AUTO
@@ -41,6 +43,8 @@ def with_axes(
         strategy=None,
         hardware=None,
         offload=Offload(),
+        # With data axes alone, the trial may have another wrapper than the plan.
+        ddp=spec.ddp if is_cut else MappingProxyType({}),
         tp_plan=tp_plan,
         sequence_parallel=sequence_parallel and has_tp,
         loss_parallel=(spec.loss_parallel if loss_parallel is None else loss_parallel) and has_tp,

@@ -446,6 +446,8 @@ def _sent_of(done: OperatorWork, samples: int) -> Sent:
         gather_bytes=done.gather_bytes / samples,
         all_to_alls=round(done.all_to_alls),
         all_to_all_bytes=done.all_to_all_bytes / samples,
+        statistics=round(done.statistics),
+        statistics_bytes=done.statistics_bytes,
     )
 
 

@@ -3,7 +3,7 @@
 Operators are counted below autograd, where one operator is about one kernel. The FLOPs of matrix
 products, convolutions and attention follow from their shapes. All other operators cost the bytes
 that they read and write in device memory; views cost nothing. Communication along tp is counted
-separately.
+separately, as are the all-reduces of synchronized BatchNorms.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class OperatorWork(NamedTuple):
             number, and bytes of the whole tensors.
         all_to_alls, all_to_all_bytes: All-to-alls along ep: their number, and the bytes that this
             rank sends, including those to itself.
+        statistics, statistics_bytes: All-reduces over data ranks, which synchronize BatchNorms:
+            their number and bytes.
     """
 
     kernels: float = 0.0
@@ -69,6 +71,8 @@ class OperatorWork(NamedTuple):
     gather_bytes: float = 0.0
     all_to_alls: float = 0.0
     all_to_all_bytes: float = 0.0
+    statistics: float = 0.0
+    statistics_bytes: float = 0.0
 
     def plus(self, other: OperatorWork) -> OperatorWork:
         """Return the sum, field by field."""
@@ -162,14 +166,19 @@ class KernelCounter(MemoryTracker):
         return out
 
     def _sent_along_axis(self, func: Any, args: Any, kwargs: Any, out: Any) -> OperatorWork | None:
-        """Return the communication of a collective along tp or ep; None for other operators."""
+        """Return the communication of a collective; None if nothing is sent along an axis."""
         route = sent_by(func, args, kwargs, out, self._mesh) if self._mesh is not None else None
         if route is not None and route.axes == ("ep",) and route.kind == "all_to_all":
             return OperatorWork(all_to_alls=1, all_to_all_bytes=route.num_bytes)
-        if route is None or route.axes != ("tp",):
+        if route is None:
             return None
         if route.kind == "all_reduce":
-            return OperatorWork(all_reduces=1, all_reduce_bytes=route.num_bytes)
+            if route.axes == ("tp",):
+                return OperatorWork(all_reduces=1, all_reduce_bytes=route.num_bytes)
+            # A microbatch is counted without FSDP2 and DDP, so no gradients are reduced in it.
+            return OperatorWork(statistics=1, statistics_bytes=route.num_bytes)
+        if route.axes != ("tp",):
+            return None
         return OperatorWork(gathers=1, gather_bytes=route.num_bytes)
 
     def _where(self) -> Where:

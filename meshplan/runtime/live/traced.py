@@ -357,6 +357,8 @@ def _unsearched(spec: Spec) -> Iterator[str]:
         for rule in spec.rules
         if rule.activation_checkpointing is not None
     }
+    if spec.sync_batchnorm:
+        yield f"sync_batchnorm {_AS_STATED}"
     if "selective" in modes:
         yield f"selective recomputation {_AS_STATED}"
 
@@ -367,10 +369,7 @@ def _spreads(spec: Spec, axis: str) -> bool:
 
 def _without_figures(spec: Spec) -> Iterator[str]:
     """Yield reasons why neither step time nor memory of a live model is known under a spec."""
-    ddp = spec.ddp.get("find_unused_parameters") or spec.ddp.get("static_graph")
     for is_present, why in (
-        (spec.sync_batchnorm, "sync_batchnorm of a live model is not planned yet"),
-        (bool(ddp), "ddp's find_unused_parameters and static_graph are not planned yet"),
         (
             any(rule.apply for rule in spec.rules),
             "the planner cannot know what the code of 'apply' does to a model",
