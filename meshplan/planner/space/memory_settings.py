@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from meshplan.spec.spec import AUTO, Allocator, Spec
 
-_CHUNKS: Final = (1, 2, 4, 8, 16, 32)
+_CHUNKS: Final = (1, 2, 8, 32)
 """Numbers of loss chunks to try. Other numbers up to 32 hardly differ from these in memory or time.
 With still more chunks, each would read the head's weight for few tokens."""
 _ALLOCATORS: Final[tuple[Allocator, ...]] = ("default", "expandable")
