@@ -169,13 +169,21 @@ def check_plan(
 
 
 def _tried(checked: CheckResult, source: Source) -> CheckResult:
-    """Return the result, extended by a try of the forward if the model is a Python function.
+    """Return the result, extended by what a step of the plan does.
 
-    The model's forward runs as on a rank of the plan. An error becomes a problem; a note says why
-    the forward could not be tried.
+    If the model is a Python function, its forward runs as on a rank of the plan. An error becomes a
+    problem; a note says why the forward could not be tried.
     """
+    from meshplan.memory.replay.optimizer import check_adafactor  # slow to import
+
     decided = checked.plan
-    if decided is None or checked.problems or (entry := source.entry(decided.spec)) is None:
+    if decided is None or checked.problems:
+        return checked
+    try:
+        check_adafactor(decided)
+    except PlanError as error:
+        return replace(checked, plan=None, problems=tuple(error.problems))
+    if (entry := source.entry(decided.spec)) is None:
         return checked
     from meshplan.runtime.estimate.tried import try_entry  # torch
 

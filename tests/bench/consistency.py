@@ -83,13 +83,21 @@ def drawn(rng: random.Random, *, is_live: bool) -> tuple[dict[str, Any], Mapping
                   "seq_len": rng.choice((512, 2048))},
         **rng.choice(MESHES),
     }  # fmt: skip
+    if plan.get("mesh") == "auto":  # Meshes with other numbers of data ranks are compared.
+        plan["batch"] = {"global": 8 * plan["batch"].pop("micro"), **plan["batch"]}
+        del plan["batch"]["accumulate"]
     if is_live:
         from tests.helpers import planned
 
         name = rng.choice(LIVE)
         stated = planned.INPUTS[name]
         plan["model"] = {"entry": f"tests.helpers.planned:large_{name}"}
-        plan["batch"] = {"micro": plan["batch"]["micro"], "accumulate": 1}
+        is_open = "global" in plan["batch"]
+        plan["batch"] = (
+            {"global": plan["batch"]["global"]}
+            if is_open
+            else {"micro": plan["batch"]["micro"], "accumulate": 1}
+        )
         plan |= {key: value for key, value in stated.items() if key != "batch"}
         if "input" in plan and rng.random() < 0.5:
             plan["input"] = {"shape": plan["input"]["shape"]}  # Its dtype is the first layer's.
@@ -97,6 +105,7 @@ def drawn(rng: random.Random, *, is_live: bool) -> tuple[dict[str, Any], Mapping
         "activation_checkpointing": (None, None, "none", "full", "selective", "auto"),
         "offload": (None, None, "none", "params"),
         "optimizer": (None, "sgd"),
+        "compile": (None, None, None, True),
         "allocator": (None, None, "expandable"),
     }
     for key, values in more.items():

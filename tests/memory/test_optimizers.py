@@ -18,10 +18,9 @@ from meshplan.layout.optimizers import SHAPED_STATES
 from meshplan.memory.answer.states import STEP_COUNTERS
 from meshplan.memory.log.events import Term
 from meshplan.memory.replay.optimizer import OPTIMIZERS as STEPS
-from meshplan.memory.replay.optimizer import Updated, states_of, step
+from meshplan.memory.replay.optimizer import Updated, check_adafactor, states_of, step
 from meshplan.memory.replay.writer import LogWriter
 from meshplan.plan.plan import make_plan
-from meshplan.runtime.fake_step.default_loop import _check_in_parts
 from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
 from meshplan.runtime.fake_step.optimizers import OPTIMIZERS
 from meshplan.runtime.trace.structure import graph_of
@@ -165,4 +164,4 @@ def test_adafactor_is_traced_on_whole_parameters_alone(plan: Any, is_refused: bo
     spec = load_spec({"version": 1, "optimizer": "adafactor", **plan})
     made = make_plan(spec, graph_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
     with pytest.raises(PlanError, match="sharded parameters") if is_refused else nullcontext():
-        _check_in_parts(made)
+        check_adafactor(made)

@@ -342,6 +342,14 @@ def test_nothing_fits(job, capsys):
             "a list of operations to save",
         ),
         ({"rules": [{"match": "model.layers.3.mlp", "stage": 1}]}, "splits stages between blocks"),
+        (
+            {"rules": [{"match": "model.layers.3", "reshard_after_forward": 2}]},
+            "resharded over fewer ranks",
+        ),
+        (
+            {"batch": {"micro": 2, "accumulate": 1, "seq_len": 64}},
+            "a step has 2 to 16 samples on the meshes that it allows",
+        ),
         ({"rules": [{"match": "lm_head", "stage": 0}]}, "into the last stage"),
         ({"mesh": {"dp_shard": "auto", "ep": "2 in dp_shard"}}, "no module of the model stacks"),
         ({"batch": {"global": 7, "seq_len": 64}, "mesh": {"dp_shard": 8}}, "7 is not a multiple"),
@@ -350,6 +358,31 @@ def test_nothing_fits(job, capsys):
 def test_what_cannot_be_planned_is_said(job, fields, words):
     with pytest.raises(MeshplanError, match=words):
         search_plan(job(**fields))
+
+
+def test_a_step_of_one_microbatch_is_planned_if_the_mesh_says_how_many_ranks_read(job):
+    fields = {"mesh": {"dp_shard": 8}, "strategy": "full_shard"}
+    path = job(batch={"micro": 4, "seq_len": 64}, **fields)
+    decision = search_plan(path)
+    assert decision.chosen is not None
+    assert decision.chosen.plan.accumulate == 1
+    assert decision.samples == 32
+    found = checking.estimate_memory(path, overrides(decision.chosen.stated))
+    assert found.worst.band == decision.chosen.memory.worst.band
+
+
+def test_adafactor_on_whole_parameters_is_planned(job):
+    fields = {"mesh": {"dp_replicate": 8}, "strategy": "ddp", "precision": "32-true"}
+    decision = search_plan(path := job(optimizer="adafactor", **fields))
+    assert decision.chosen is not None
+    found = checking.estimate_memory(path, overrides(decision.chosen.stated))
+    assert found.worst.band == decision.chosen.memory.worst.band
+
+
+def test_check_knows_that_adafactor_needs_whole_parameters(job):
+    path = job(optimizer="adafactor", mesh={"dp_shard": 8}, strategy="full_shard")
+    problems = checking.check_plan(path).problems
+    assert "does not support sharded parameters" in problems[0].what
 
 
 def test_a_time_limit_gives_an_honest_answer(job, capsys):

@@ -45,12 +45,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "selective": {
         "mesh": {"dp_shard": 4}, "strategy": "full_shard", "activation_checkpointing": "selective",
     },
+    "offload": {"mesh": {"dp_shard": 4}, "strategy": "full_shard", "offload": "params"},
+    "offload of both": {
+        "mesh": {"dp_shard": 4}, "strategy": "full_shard", "activation_checkpointing": "full",
+        "offload": {"params": True, "activations": True},
+    },
+    "saves": {
+        "mesh": {"dp_shard": 4}, "strategy": "full_shard",
+        "activation_checkpointing": {"mode": "selective", "save": ["mm"]},
+    },
+    "muon": {"mesh": {"dp_shard": 4}, "strategy": "full_shard", "optimizer": "muon"},
     "ddp": {"mesh": {"dp_replicate": 4}, "strategy": "ddp"},
     "compiled": {"mesh": {"dp_shard": 4}, "strategy": "full_shard", "compile": True},
     "full_shard": {"mesh": {"dp_shard": 4}, "strategy": "full_shard"},
 }  # fmt: skip
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
-EVERY_DAY = {("cp", "32-true")}
+EVERY_DAY = {("cp", "32-true"), ("offload", "bf16-mixed"), ("saves", "bf16-mixed")}
 MODEL = "meshplan.runtime.demo_model:ByteLlama"
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,
@@ -124,6 +134,8 @@ CASES = {
     "pp x tp": {},
     "cp": {},
     "selective": {},
+    "offload": {},
+    "offload of both": {},
 }
 
 
@@ -215,13 +227,30 @@ def test_all_reduces_of_synchronized_batchnorms_are_counted(strategy, write, cap
 @pytest.mark.parametrize("option", ["gradient_as_bucket_view", "broadcast_buffers"])
 @pytest.mark.parametrize("is_open", [False, True])
 def test_options_of_ddp_are_planned_with_ddp(is_open, option, write, capsys):
-    fields = {"mesh": "auto", "strategy": "auto"} if is_open else LAYOUTS["ddp"]
+    open_fields = {"mesh": "auto", "strategy": "auto", "batch": {"global": 16, "seq_len": 128}}
+    fields = open_fields if is_open else LAYOUTS["ddp"]
     plan = plan_of("ddp", "32-true", ddp={option: False}, **fields)
     flags = ["-f", write(plan), "--model", MODEL]
     assert main(["plan", *flags, "--json", "-q"]) == 0
     planned = json.loads(capsys.readouterr().out)["result"]
     assert planned["gap"] < 1e-6
     assert planned["strategy"] == "ddp"
+    assert main(["estimate", *flags, "--json", "-q"]) == 0
+    groups = json.loads(capsys.readouterr().out)["result"]["groups"]
+    assert planned["peak_bytes"] == max(group["band"][1] for group in groups)
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_an_optimizer_of_whole_tensors_is_planned_with_ddp(optimizer, write, capsys):
+    """Neither steps on shards by a rule, so the strategies that make them are not searched."""
+    fields = {"mesh": "auto", "strategy": "auto", "batch": {"global": 16, "seq_len": 128}}
+    plan = plan_of("ddp", "32-true", optimizer=optimizer, **fields)
+    flags = ["-f", write(plan), "--model", MODEL]
+    assert main(["plan", *flags, "--json", "-q"]) == 0
+    planned = json.loads(capsys.readouterr().out)["result"]
+    assert planned["strategy"] == "ddp"
+    why = {each["why"] for each in planned["rejected"] if "full_shard" in each["what"]}
+    assert any(optimizer in each for each in why)
     assert main(["estimate", *flags, "--json", "-q"]) == 0
     groups = json.loads(capsys.readouterr().out)["result"]["groups"]
     assert planned["peak_bytes"] == max(group["band"][1] for group in groups)

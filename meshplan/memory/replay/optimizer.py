@@ -19,6 +19,7 @@ from meshplan.memory.log.events import Term
 from meshplan.memory.replay.loops import LOOPS, Stepped, play_loop
 from meshplan.memory.replay.shards import offloads_params
 from meshplan.memory.replay.writer import LogWriter
+from meshplan.plan.plan import Plan
 from meshplan.spec.spec import OPTIMIZER_STATES
 
 
@@ -58,7 +59,7 @@ OPTIMIZERS: Final[Mapping[str, Steps]] = MappingProxyType(
 
 _OF_MATRICES: Final = "muon"
 """The optimizer that steps on matrices only; AdamW steps on all other parameters."""
-_OF_WHOLE_TENSORS: Final = frozenset({"adafactor", "muon"})
+OF_WHOLE_TENSORS: Final = frozenset({"adafactor", "muon"})
 """Optimizers whose temporaries depend on a tensor's shape, not only on its number of local
 elements."""
 
@@ -86,12 +87,23 @@ class Updated:
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
-def check_optimizer(name: str, assignment: Assignment | None = None) -> None:
+def check_adafactor(plan: Plan) -> None:
+    """Raise a PlanError if a plan with torch's Adafactor shards parameters.
+
+    Adafactor of torch 2.13 computes norms of rows and columns in place, which DTensor lacks.
+    """
+    if plan.spec.optimizer == "adafactor" and shards_parameters(plan.assignment):
+        what = "torch's Adafactor does not support sharded parameters, and this plan shards them"
+        fix = "use strategy: ddp in single precision, or another optimizer"
+        raise PlanError(Problem(what, plan.spec.origin("optimizer"), fix))
+
+
+def check_optimizer(name: str, *, is_sharded: bool) -> None:
     """Check that there is a rule for the temporary memory of an optimizer's step.
 
     Args:
         name: A name of `spec.OPTIMIZER_STATES`.
-        assignment: Layouts of the parameters to step on; None for any layouts.
+        is_sharded: True if the optimizer steps on shards of parameters.
 
     Raises:
         PlanError: There is no rule for the optimizer, or none for sharded parameters.
@@ -101,7 +113,7 @@ def check_optimizer(name: str, assignment: Assignment | None = None) -> None:
         known = ", ".join((*OPTIMIZERS, *LOOPS))
         fix = f"trace the step with meshplan estimate --tier 3, or use one of {known}"
         raise PlanError(Problem(what, fix=fix))
-    if name in _OF_WHOLE_TENSORS and (assignment is None or _are_in_parts(assignment)):
+    if name in OF_WHOLE_TENSORS and is_sharded:
         what = (
             f"there is no rule for what DTensor gathers when the optimizer {name} steps on sharded "
             "parameters"
@@ -110,7 +122,8 @@ def check_optimizer(name: str, assignment: Assignment | None = None) -> None:
         raise PlanError(Problem(what, fix=fix))
 
 
-def _are_in_parts(a: Assignment) -> bool:
+def shards_parameters(a: Assignment) -> bool:
+    """Return True if ranks hold shards of parameters, or FSDP2 manages the parameters."""
     return a.wrapper == "units" or any(p.stored.axes for p in a.tensors.values())
 
 
@@ -165,7 +178,7 @@ def step(writer: LogWriter, params: Sequence[Updated], name: str, *, foreach: bo
 
 
 def _stepped(param: Updated, name: str) -> Stepped:
-    shape = param.shape if name in _OF_WHOLE_TENSORS else (param.numel,)
+    shape = param.shape if name in OF_WHOLE_TENSORS else (param.numel,)
     return Stepped(shape, DTYPE_BYTES[param.dtype], param.on_host)
 
 

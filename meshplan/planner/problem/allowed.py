@@ -7,6 +7,7 @@ from typing import Final
 from meshplan.errors import PlanError
 from meshplan.memory.analytic.estimate import check_analytic
 from meshplan.memory.analytic.microbatches import refusals
+from meshplan.memory.replay.optimizer import check_optimizer, shards_parameters
 from meshplan.plan.plan import make_plan
 from meshplan.planner.problem.chains import Chains
 from meshplan.planner.problem.decision import PlanRequest
@@ -35,10 +36,10 @@ def why_not_allowed(trial: Spec, request: PlanRequest, chains: Chains) -> str:
     if traced is not None and (why := traced.refuses(trial)):
         return why
     try:
+        plan = make_plan(trial, few) if traced is None else traced.decide(trial)
+        check_optimizer(trial.optimizer, is_sharded=shards_parameters(plan.assignment))
         if traced is not None:
-            traced.decide(trial)
             return ""
-        plan = make_plan(trial, few)
         problems = list(refusals(plan))
         if not problems and plan.mesh.size("tp") > 1:
             chains.of(plan)

@@ -30,7 +30,7 @@ from meshplan.planner.problem.overrides import BlockChoice, blocks_of, statement
 from meshplan.planner.problem.truncated_estimate import Stages, TruncatedEstimate, TruncatedFigures
 from meshplan.planner.solve.config import Candidate
 from meshplan.planner.solve.result import Guess, ReplayedMemory
-from meshplan.planner.space.batch import check_batch
+from meshplan.planner.space.batch import check_batch, check_same_batch
 from meshplan.planner.space.cp import EXCHANGES, context_of
 from meshplan.planner.space.emptiness import nothing_to_choose
 from meshplan.planner.space.enumeration import enumerate_grid
@@ -38,8 +38,8 @@ from meshplan.planner.space.ep import experts_of
 from meshplan.planner.space.fixed import Pins, check_fixed_choices, fixed_choices_of
 from meshplan.planner.space.fixed_stages import FixedStages, fixed_stages_of
 from meshplan.planner.space.offload import over_host
-from meshplan.planner.space.space import Freedom, Rejected, freedom_of
-from meshplan.planner.space.trials import with_axes
+from meshplan.planner.space.space import Freedom, Rejected, freedom_of, only_ddp
+from meshplan.planner.space.trials import data_axis, with_axes
 from meshplan.planner.tables.build import cost_table_of
 from meshplan.planner.tables.cost_table import CostTable
 from meshplan.planner.tables.memory_bounds import element_bytes_of
@@ -111,8 +111,8 @@ class PlanningProblem:
             PlanError: Something that the plan states cannot be planned, whatever else is chosen.
         """
         cluster = self.request.cluster
-        why = self.refuses(with_axes(self.spec, {"dp_shard": 2}))
-        if why:
+        why = self.refuses(with_axes(self.spec, {data_axis(self.spec): 2}))
+        if why and not only_ddp(self.spec, self.refuses):
             fix = "leave it out, or state every open key and trace the model with meshplan estimate"
             raise PlanError(Problem(why, self.spec.origin(""), fix))
         return freedom_of(
@@ -190,6 +190,7 @@ class PlanningProblem:
             grid = grid[(grid["pp"] == 1) | (grid["tp"] == 1)]
         if not len(grid):
             raise nothing_to_choose(self.free, self.spec)
+        check_same_batch(self.spec, set((grid["dp_replicate"] * grid["dp_shard"]).tolist()))
         return grid
 
     @property

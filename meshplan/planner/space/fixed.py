@@ -91,7 +91,7 @@ def check_fixed_choices(spec: Spec) -> None:
         stated.append(("batch.accumulate", "a batch that changes with the epoch"))
     problems = [
         Problem(f"the planner does not support {what} yet", spec.origin(path),
-                "leave it out, or state every open key")
+                "leave it out, or run meshplan estimate, which needs no step time")
         for path, what in stated
     ]  # fmt: skip
     if problems:

@@ -22,7 +22,7 @@ from meshplan.planner.space.ep import NO_EXPERTS, ExpertCounts, is_placed
 from meshplan.planner.space.memory_settings import allocators_of, chunks_of
 from meshplan.planner.space.offload import ONLY_IN_FULL, stated_offloads
 from meshplan.planner.space.schedule import schedules_of, stated_virtual
-from meshplan.planner.space.trials import with_axes, with_offload
+from meshplan.planner.space.trials import data_axis, with_axes, with_offload
 from meshplan.shown import shown
 from meshplan.spec.spec import AUTO, Allocator, Borrow, Spec
 
@@ -175,14 +175,14 @@ def freedom_of(
     reshard: tuple[int, ...] = (0, 1)
     hybrid = None
     strategy = None if spec.strategy == AUTO else spec.strategy
-    if strategy is None and spec.ddp:
+    if strategy is None and (why := only_ddp(spec, refuses)):
         strategy = "ddp"
-        why = "the plan has options of DistributedDataParallel, which only ddp uses"
+        spec = replace(spec, strategy=strategy)
         rejected.append(Rejected("strategy=zero1, zero2, full_shard, hybrid_shard", why))
     if strategy is not None:
         modes, reshard = STRATEGY_OPTIONS[strategy]
         hybrid = strategy.startswith("hybrid") if modes == (SHARD,) else None
-    trial = with_axes(spec, {"dp_shard": 2})
+    trial = with_axes(spec, {data_axis(spec): 2})
     chunks, why = chunks_of(spec, refuses, trial, is_traced=is_traced)
     rejected += [Rejected("loss_chunks", why)] if why else []
     offload = stated_offloads(spec)
@@ -215,6 +215,19 @@ def freedom_of(
         or max(axes["pp"], default=1) == 1
         or not refuses(with_offload(spec, offload[0], pp=2)),
     )
+
+
+def only_ddp(spec: Spec, refuses: Callable[[Spec], str]) -> str:
+    """Return why of all strategies only ddp is possible, if the plan leaves the strategy open.
+
+    "" if others are possible, if ddp is not, or if the plan states its strategy.
+    """
+    if spec.strategy not in (None, AUTO):
+        return ""
+    if spec.ddp:
+        return "the plan has options of DistributedDataParallel, which only ddp uses"
+    why = refuses(with_axes(spec, {"dp_shard": 2}))
+    return why if why and not refuses(with_axes(spec, {"dp_replicate": 2})) else ""
 
 
 def _axes(spec: Spec, world: int) -> dict[str, tuple[int, ...]]:
@@ -385,7 +398,7 @@ def _recompute(
     yield RECOMPUTE.index("none")
     words: tuple[Literal["selective", "full"], ...] = ("selective", "full")
     for word in words:
-        trial = with_axes(spec, {"dp_shard": 2})
+        trial = with_axes(spec, {data_axis(spec): 2})
         policy = replace(trial.activation_checkpointing, mode=word)
         if why := refuses(replace(trial, activation_checkpointing=policy)):
             rejected.append(Rejected(f"activation_checkpointing={word}", why))

@@ -14,6 +14,11 @@ from meshplan.planner.space.offload import as_stated
 from meshplan.spec.spec import AUTO, Offload, Pipeline, Rule, Spec
 
 
+def data_axis(spec: Spec) -> str:
+    """Return the data axis of trials: the one along which the plan's strategy spreads the ranks."""
+    return "dp_replicate" if spec.strategy == "ddp" else "dp_shard"
+
+
 def with_axes(
     spec: Spec,
     sizes: Mapping[str, int],
@@ -86,6 +91,7 @@ def _rule_as_trial(rule: Rule, sizes: Mapping[str, int]) -> Rule:
     The rule becomes optional, so that it may match no module.
     """
     back = rule.reshard_after_forward if sizes.get("dp_shard", 1) > 1 else None
+    back = back if isinstance(back, bool) else None  # A number of ranks suits one mesh only.
     place = {axis: word for axis, word in rule.place.items() if axis in (*sizes, *DATA_AXES)}
     return replace(rule, optional=True, stage=None, reshard_after_forward=back, place=place)
 

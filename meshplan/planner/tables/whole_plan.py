@@ -84,7 +84,7 @@ class Costed:
     ) -> None:
         self.plan, self.cluster, self._run = plan, cluster, chain
         refused = list(refusals(plan)) or list(_not_read(plan)) if chain is None else []
-        if problems := refused or list(_unknown(plan)):
+        if problems := refused or list(_unknown(plan, is_run=chain is not None)):
             raise PlanError(problems)
         self._dtype = next(
             p.info.dtype for p in plan.assignment.tensors.values() if not p.info.is_buffer
@@ -277,8 +277,13 @@ def _no_figures(plan: Plan, what: str) -> Problem:
     return Problem(f"the cost model has no figures for {what}", plan.spec.origin(""), fix)
 
 
-def _unknown(plan: Plan) -> Iterator[Problem]:
-    """Yield a problem for each feature of the plan that the cost model has no figures for."""
+def _unknown(plan: Plan, *, is_run: bool) -> Iterator[Problem]:
+    """Yield a problem for each feature of the plan that the cost model has no figures for.
+
+    Args:
+        plan: The plan.
+        is_run: If True, the costs of the blocks were counted as they run, with what they recompute.
+    """
     a, mesh, stages = plan.assignment, plan.mesh, plan.assignment.stages
     mode = MODES[mode_of(plan)]
     # With ep, the units of experts are sharded over the ranks that ep leaves.
@@ -300,7 +305,8 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
         (len(units) > 1, "units that are not all sharded along the same axes"),
         (mode == "shard" and not set(blocks) <= set(a.units), "blocks that are not units"),
         (odd_data, f"{a.strategy.name} on this mesh"),
-        (any(r.policy.save for r in a.recompute.values()), "a list of operations to save"),
+        (not is_run and any(r.policy.save for r in a.recompute.values()),
+         "a list of operations to save"),
         (stages is not None and plan.accumulate > 1, "gradient accumulation around a pipeline"),
         (stages is not None and stages.schedule not in _SCHEDULES,
          f"the schedule {stages.schedule}" if stages is not None else ""),

@@ -19,6 +19,7 @@ from meshplan.errors import ApplyError, PlanError, Problem
 from meshplan.layout.optimizers import called as called_by
 from meshplan.memory.analytic.estimate import in_chunks
 from meshplan.memory.replay.optimizer import OPTIMIZERS as RULES
+from meshplan.memory.replay.optimizer import check_adafactor
 from meshplan.plan.plan import Plan, unstated
 from meshplan.runtime.apply.context.batch import has_sequence, sequence_length
 from meshplan.runtime.base.batch import mapped
@@ -89,19 +90,6 @@ def _untraced(spec: Spec) -> Problem:
     return Problem(what, spec.origin("optimizer"), fix)
 
 
-def _check_in_parts(plan: Plan) -> None:
-    """Check that a plan with torch's Adafactor shards no parameters.
-
-    Adafactor of torch 2.13 computes norms of rows and columns in place, which DTensor lacks.
-    """
-    a = plan.assignment
-    in_parts = a.wrapper == "units" or any(p.stored.axes for p in a.tensors.values())
-    if plan.spec.optimizer == "adafactor" and in_parts:
-        what = "torch's Adafactor does not support sharded parameters, and this plan shards them"
-        fix = "use strategy: ddp in single precision, or another optimizer"
-        raise PlanError(Problem(what, plan.spec.origin("optimizer"), fix))
-
-
 def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> DefaultLoop:
     """Return the default loop of one rank under a plan.
 
@@ -121,7 +109,7 @@ def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> D
     few = sample_inputs(model, spec, _SAMPLES, 0, MOST_NUMBERS)
     are_tokens = any(t.ndim == 2 and not t.is_floating_point() for _, t in tensors_in(few))
     check_stated(plan.spec, plan.micro, reads_tokens=are_tokens)
-    _check_in_parts(plan)
+    check_adafactor(plan)
     assert plan.micro is not None
     samples = plan.micro * plan.accumulate
     name, shapes = returned = returned or _returned_by(model, plan, few)

@@ -26,13 +26,14 @@ from meshplan.memory.answer.rank_classes import equal_ranks
 from meshplan.memory.answer.reserved import ReplayCache, ReservedLog
 from meshplan.memory.log.events import EventLog
 from meshplan.memory.replay import Prepared
-from meshplan.memory.replay.optimizer import check_optimizer
+from meshplan.memory.replay.optimizer import OF_WHOLE_TENSORS, check_optimizer
 from meshplan.memory.replay.step import composed_log
 from meshplan.model.graph import ModelGraph
 from meshplan.model.rehearsal import Rehearse
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.problem.live_model import Priced, TracedChoices
-from meshplan.planner.space.trials import with_axes
+from meshplan.planner.space.offload import stated_offloads
+from meshplan.planner.space.trials import data_axis, with_axes
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.estimate.estimate import estimate_by_trace
 from meshplan.runtime.estimate.request import EstimateRequest, FakeStepResult
@@ -188,7 +189,9 @@ class TracedModel:
         """
         choices = TracedChoices.of(spec)
         if choices not in self._traces:
-            axis = "dp_replicate" if self._spec.strategy == "ddp" else "dp_shard"
+            # Only plans with whole parameters are searched for an optimizer that needs them.
+            is_whole = self._spec.optimizer in OF_WHOLE_TENSORS
+            axis = "dp_replicate" if is_whole else data_axis(self._spec)
             sizes = {axis: 2, "tp": choices.tp} if choices.tp > 1 else {axis: 2}
             trial = with_axes(
                 spec,
@@ -357,6 +360,10 @@ def _unsearched(spec: Spec) -> Iterator[str]:
         for rule in spec.rules
         if rule.activation_checkpointing is not None
     }
+    if spec.optimizer in OF_WHOLE_TENSORS and (_spreads(spec, "dp_shard") or _spreads(spec, "tp")):
+        yield f"the optimizer {spec.optimizer} on sharded parameters {_AS_STATED}"
+    if stated_offloads(spec)[0] or any(rule.offload for rule in spec.rules):
+        yield f"offload {_AS_STATED}"
     if spec.sync_batchnorm:
         yield f"sync_batchnorm {_AS_STATED}"
     if "selective" in modes:
@@ -378,6 +385,6 @@ def _without_figures(spec: Spec) -> Iterator[str]:
         if is_present:
             yield why
     try:
-        check_optimizer(spec.optimizer)
+        check_optimizer(spec.optimizer, is_sharded=False)
     except PlanError as error:
         yield error.problems[0].what
