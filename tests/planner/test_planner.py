@@ -351,6 +351,13 @@ def test_nothing_fits(job, capsys):
             "a step has 2 to 16 samples on the meshes that it allows",
         ),
         ({"rules": [{"match": "lm_head", "stage": 0}]}, "into the last stage"),
+        (
+            {
+                "mesh": {"pp": 2, "dp_shard": 4},
+                "batch": {"micro": 4, "accumulate": 2, "seq_len": 64},
+            },
+            "gradient accumulation around a pipeline",
+        ),
         ({"mesh": {"dp_shard": "auto", "ep": "2 in dp_shard"}}, "no module of the model stacks"),
         ({"batch": {"global": 7, "seq_len": 64}, "mesh": {"dp_shard": 8}}, "7 is not a multiple"),
     ],

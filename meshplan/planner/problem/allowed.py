@@ -11,6 +11,7 @@ from meshplan.memory.replay.optimizer import check_optimizer, shards_parameters
 from meshplan.plan.plan import make_plan
 from meshplan.planner.problem.chains import Chains
 from meshplan.planner.problem.decision import PlanRequest
+from meshplan.planner.tables.whole_plan import unpriced
 from meshplan.spec.spec import Offload, Spec
 
 _OF_MODULES: Final = "the cost model has no figures for offload of single modules"
@@ -38,6 +39,8 @@ def why_not_allowed(trial: Spec, request: PlanRequest, chains: Chains) -> str:
     try:
         plan = make_plan(trial, few) if traced is None else traced.decide(trial)
         check_optimizer(trial.optimizer, is_sharded=shards_parameters(plan.assignment))
+        if problems := list(unpriced(plan, is_run=False)):
+            return problems[0].what
         if traced is not None:
             return ""
         problems = list(refusals(plan))

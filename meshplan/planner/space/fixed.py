@@ -94,5 +94,15 @@ def check_fixed_choices(spec: Spec) -> None:
                 "leave it out, or run meshplan estimate, which needs no step time")
         for path, what in stated
     ]  # fmt: skip
+    if _accumulates_around_stages(spec, mesh):
+        what = "the planner does not support gradient accumulation around a pipeline yet"
+        fix = "leave it out, and state all samples as batch.micro, which the pipeline splits"
+        problems.append(Problem(what, spec.origin("batch.accumulate"), fix))
     if problems:
         raise PlanError(problems)
+
+
+def _accumulates_around_stages(spec: Spec, mesh: Mapping[str, object]) -> bool:
+    """Return True if a plan states a pipeline that runs several times in a step."""
+    pp, accumulate = mesh.get("pp", 1), spec.batch.accumulate
+    return isinstance(pp, int) and pp > 1 and isinstance(accumulate, int) and accumulate > 1

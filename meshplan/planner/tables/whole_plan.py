@@ -84,7 +84,7 @@ class Costed:
     ) -> None:
         self.plan, self.cluster, self._run = plan, cluster, chain
         refused = list(refusals(plan)) or list(_not_read(plan)) if chain is None else []
-        if problems := refused or list(_unknown(plan, is_run=chain is not None)):
+        if problems := refused or list(unpriced(plan, is_run=chain is not None)):
             raise PlanError(problems)
         self._dtype = next(
             p.info.dtype for p in plan.assignment.tensors.values() if not p.info.is_buffer
@@ -277,7 +277,7 @@ def _no_figures(plan: Plan, what: str) -> Problem:
     return Problem(f"the cost model has no figures for {what}", plan.spec.origin(""), fix)
 
 
-def _unknown(plan: Plan, *, is_run: bool) -> Iterator[Problem]:
+def unpriced(plan: Plan, *, is_run: bool) -> Iterator[Problem]:
     """Yield a problem for each feature of the plan that the cost model has no figures for.
 
     Args:
