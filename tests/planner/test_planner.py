@@ -346,6 +346,8 @@ def test_nothing_fits(job, capsys):
             {"rules": [{"match": "model.layers.3", "reshard_after_forward": 2}]},
             "resharded over fewer ranks",
         ),
+        ({"rules": [{"match": "model.layers.3", "place": "replicate"}]}, "along the same axes"),
+        ({"rules": [{"match": "model.layers.3", "unit": False}]}, "blocks that are not units"),
         (
             {"batch": {"micro": 2, "accumulate": 1, "seq_len": 64}},
             "a step has 2 to 16 samples on the meshes that it allows",
