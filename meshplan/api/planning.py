@@ -352,24 +352,34 @@ def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, Lock] | None:
     return found and (str(found[0]), found[1])
 
 
-def as_written(
-    decision: Decision, gpu: str | None = None, memory: str | int | None = None
-) -> Written | None:
+def as_written(decision: Decision, source: Source) -> Written | None:
     """Estimate a plan file without a lock: with defaults in place of the planner's choices.
 
     Args:
         decision: The planner's decision on that file.
-        gpu: Name of the device whose memory is the limit, as given to the search.
-        memory: The memory limit, as given to the search.
+        source: The plan, model and machine that were given to the search.
 
     Returns:
         The estimate; None if something in the file is `auto`, if the planner chose the same plan,
-        or if the plan cannot be estimated from the model's config.
+        or if the plan cannot be estimated.
     """
     from meshplan.planner.answers import written
 
-    device, _, _ = read_limit(gpu, memory, decision.spec)
-    return written.as_written(decision, device, cluster_of(decision.spec, device, decision.profile))
+    device, limit_bytes, _ = read_limit(source.gpu, source.memory, decision.spec)
+
+    def trace() -> MemoryEstimate:
+        from meshplan.runtime.estimate.estimate import estimate_by_trace  # torch
+        from meshplan.runtime.estimate.request import EstimateRequest
+        from meshplan.runtime.estimate.scale_down import model_source_of
+
+        builder = model_source_of(decision.spec, source.model, source.config)
+        request = EstimateRequest(
+            spec=decision.spec, source=builder, device=device, limit_bytes=limit_bytes
+        )
+        return estimate_by_trace(request, lambda text: None)
+
+    cluster = cluster_of(decision.spec, device, decision.profile)
+    return written.as_written(decision, device, cluster, trace)
 
 
 def overrides_of_free(keys: Sequence[str]) -> list[str]:

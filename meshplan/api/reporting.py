@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, Final, Unpack
 
 from meshplan.api import checking, planning
+from meshplan.api.in_force import find_model
 from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
 from meshplan.errors import MeshplanError, PlanError, SpecError
+from meshplan.model.graph import ModelGraph
 from meshplan.pictures.mesh.counted import counted_plan
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.lock.lock import chosen_spec, lock_in_words, locked
@@ -166,7 +168,12 @@ class _ReportBuilder:
         if not self._spec.free_fields:
             return chosen.plan
         load = loading(self._plan, self._source.overrides)
-        plan = make_plan(chosen_spec(load, chosen.stated, "the planner"), chosen.plan.graph)
+        spec, rehearse = chosen_spec(load, chosen.stated, "the planner"), None
+        graph: ModelGraph | None = chosen.plan.graph
+        if spec.reads_flow:  # It is derived again from the recorded forward.
+            graph, _, rehearse = find_model(spec, self._source)
+        assert graph is not None
+        plan = make_plan(spec, graph, rehearse=rehearse)
         assert plan.digest() == chosen.plan.digest()
         return plan
 

@@ -296,7 +296,7 @@ def _print_plan(
 
     args = flags.args
     changes = _changes(args, flags.path, decision)
-    written = planning.as_written(decision, args.gpu, args.memory)
+    written = planning.as_written(decision, flags.source)
     # The lock is written first, so that `meshplan plan | head` writes it, too.
     why_no_lock, failure = _why_no_lock(flags, decision, is_interrupted=is_interrupted), None
     target = None

@@ -256,6 +256,27 @@ def test_an_optimizer_of_whole_tensors_is_planned_with_ddp(optimizer, write, cap
     assert planned["peak_bytes"] == max(group["band"][1] for group in groups)
 
 
+def test_plan_of_a_module_says_what_the_file_is_without_its_choices(write, capsys):
+    plan = plan_of("full_shard")
+    del plan["strategy"]
+    flags = ["-f", write(plan), "--model", MODEL, "--json", "-q"]
+    assert main(["estimate", *flags]) == 0
+    groups = json.loads(capsys.readouterr().out)["result"]["groups"]
+    assert main(["plan", *flags, "--dry-run"]) == 0
+    planned = json.loads(capsys.readouterr().out)["result"]
+    assert planned["strategy"] != "full_shard"  # The default of this mesh.
+    assert planned["as_written"]["peak_bytes"] == max(group["band"][1] for group in groups)
+    assert planned["as_written"]["peak_bytes"] != planned["peak_bytes"]
+
+
+def test_a_report_of_a_module_names_the_planner_as_the_origin_of_its_choices(write, tmp_path):
+    """With tp_plan: auto, which needs the recorded forward again."""
+    path = write(plan_of("tp x fsdp", activation_checkpointing="auto"))
+    page = tmp_path / "report.html"
+    assert main(["report", "-f", path, "--model", MODEL, "-o", str(page), "-q"]) == 0
+    assert "It fits" in page.read_text()
+
+
 @pytest.mark.wide
 def test_what_ranks_of_tp_repeat_counts_once(write):
     """With the MLPs alone cut, attention and the head are computed by every rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshplan.errors import MeshplanError
@@ -28,30 +29,43 @@ class Written:
     seconds: float | None
 
 
-def as_written(decision: Decision, device: str, cluster: Cluster) -> Written | None:
+def as_written(
+    decision: Decision,
+    device: str,
+    cluster: Cluster,
+    trace: Callable[[], MemoryEstimate] | None = None,
+) -> Written | None:
     """Estimate the plan file of a decision with default values for its open keys.
 
     Args:
         decision: The planner's decision on the plan file.
         device: A device name of `layout.hardware`, or "cuda".
         cluster: The machine.
+        trace: Estimates the memory of the file by a trace, for a model that its config does not
+            describe; None if that is not possible.
 
     Returns:
         The estimate; None if something in the file is `auto`, if the planner chose the same plan,
-        or if the plan cannot be estimated from the model's config.
+        or if the plan cannot be estimated.
     """
     chosen = decision.chosen
-    if chosen is None or decision.spec.free_fields or not chosen.plan.graph.config:
+    if chosen is None or decision.spec.free_fields:
+        return None
+    has_config = bool(chosen.plan.graph.config)
+    if not has_config and trace is None:
         return None
     try:
         plan = make_plan(decision.spec, chosen.plan.graph)
         if plan.digest() == chosen.plan.digest():
             return None
-        memory = estimate_analytic(
-            plan, device=device, limit_bytes=decision.limit_bytes, try_expandable=False
-        )
+        if has_config or trace is None:
+            memory = estimate_analytic(
+                plan, device=device, limit_bytes=decision.limit_bytes, try_expandable=False
+            )
+        else:
+            memory = trace()
     except MeshplanError:
-        return None  # Some open key has no default.
+        return None  # Some open key has no default, or the step cannot be traced.
     try:
         measured = decision.profile if decision.profile_path is not None else None
         seconds = Costed(plan, cluster, measured).seconds

@@ -16,6 +16,7 @@ from meshplan.cost.config import SHARD, STRATEGY_OPTIONS
 from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, OPTIONS, PARAMS_ON_HOST, RECOMPUTE
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.mesh import AXES
+from meshplan.memory.replay.optimizer import OF_WHOLE_TENSORS
 from meshplan.planner.space.batch import of_data_rank
 from meshplan.planner.space.cp import contexts_of, shared_heads
 from meshplan.planner.space.ep import NO_EXPERTS, ExpertCounts, is_placed
@@ -223,6 +224,8 @@ def only_ddp(spec: Spec, refuses: Callable[[Spec], str]) -> str:
     "" if others are possible, if ddp is not, or if the plan states its strategy.
     """
     if spec.strategy not in (None, AUTO):
+        return ""
+    if not spec.ddp and spec.optimizer not in OF_WHOLE_TENSORS:
         return ""
     if spec.ddp:
         return "the plan has options of DistributedDataParallel, which only ddp uses"
