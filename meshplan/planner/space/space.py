@@ -225,10 +225,10 @@ def only_ddp(spec: Spec, refuses: Callable[[Spec], str]) -> str:
     """
     if spec.strategy not in (None, AUTO):
         return ""
-    if not spec.ddp and spec.optimizer not in OF_WHOLE_TENSORS:
-        return ""
     if spec.ddp:
         return "the plan has options of DistributedDataParallel, which only ddp uses"
+    if spec.optimizer not in OF_WHOLE_TENSORS:
+        return ""
     why = refuses(with_axes(spec, {"dp_shard": 2}))
     return why if why and not refuses(with_axes(spec, {"dp_replicate": 2})) else ""
 

@@ -80,7 +80,16 @@ def test_where_blocks_repeat_a_step_is_composed_and_is_the_whole_one(run, more):
 @pytest.mark.parametrize(
     ("change", "flags", "what"),
     [
-        ({"compile": True}, ("--tier", "1"), "tier 1 cannot answer: the replay of a step has no"),
+        (
+            {
+                "mesh": {"dp_replicate": 2},
+                "strategy": "ddp",
+                "batch": {"micro": 2, "accumulate": 2},
+                "ddp": {"find_unused_parameters": True},
+            },
+            ("--tier", "1"),
+            "tier 1 cannot answer: the replay of a step has no",
+        ),
         (
             {"model": {"params": "1e6"}},
             ("--tier", "3"),
