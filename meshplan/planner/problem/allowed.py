@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from meshplan.errors import PlanError
 from meshplan.memory.analytic.estimate import check_analytic
 from meshplan.memory.analytic.microbatches import refusals
 from meshplan.memory.replay.optimizer import check_optimizer, shards_parameters
-from meshplan.plan.plan import make_plan
+from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.problem.chains import Chains
 from meshplan.planner.problem.decision import PlanRequest
 from meshplan.planner.tables.whole_plan import unpriced
@@ -37,10 +40,11 @@ def why_not_allowed(trial: Spec, request: PlanRequest, chains: Chains) -> str:
     if traced is not None and (why := traced.refuses(trial)):
         return why
     try:
-        plan = make_plan(trial, few) if traced is None else traced.decide(trial)
+        decide = partial(make_plan, graph=few) if traced is None else traced.decide
+        plan = decide(trial)
         check_optimizer(trial.optimizer, is_sharded=shards_parameters(plan.assignment))
-        if problems := list(unpriced(plan, is_run=False)):
-            return problems[0].what
+        if why := _unpriced_by_rules(plan, decide):
+            return why
         if traced is not None:
             return ""
         problems = list(refusals(plan))
@@ -51,3 +55,21 @@ def why_not_allowed(trial: Spec, request: PlanRequest, chains: Chains) -> str:
     except PlanError as error:
         problems = list(error.problems)
     return problems[0].what if problems else ""
+
+
+def _unpriced_by_rules(plan: Plan, decide: Callable[[Spec], Plan]) -> str:
+    """Return what the rules of a trial add that the cost model has no figures for; "" for nothing.
+
+    A model of which blocks are no units by themselves, because they share modules, is priced as if
+    they were.
+
+    Args:
+        plan: The plan of the trial.
+        decide: Returns the plan of a spec.
+    """
+    spec = plan.spec
+    if not spec.rules or plan.mesh.size("tp", "cp", "ep", "pp") > 1:
+        return ""  # Without its rules, a plan may have nothing to do for those axes.
+    without = {each.what for each in unpriced(decide(replace(spec, rules=())), is_run=False)}
+    whys = (each.what for each in unpriced(plan, is_run=False))
+    return next((why for why in whys if why not in without), "")
