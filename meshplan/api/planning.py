@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from meshplan.planner.answers.written import Written
     from meshplan.planner.lock.lock import Lock
     from meshplan.planner.objectives.num_devices import TrainingTarget
+    from meshplan.spec.spec import Spec
 
 
 def search_plan(
@@ -363,9 +364,19 @@ def as_written(decision: Decision, source: Source) -> Written | None:
         The estimate; None if something in the file is `auto`, if the planner chose the same plan,
         or if the plan cannot be estimated.
     """
+    from meshplan.api.in_force import find_model
+    from meshplan.plan.plan import make_plan
     from meshplan.planner.answers import written
 
     device, limit_bytes, _ = read_limit(source.gpu, source.memory, decision.spec)
+
+    def decide(spec: Spec) -> Plan:
+        assert decision.chosen is not None
+        if not spec.reads_flow:
+            return make_plan(spec, decision.chosen.plan.graph)
+        graph, _, rehearse = find_model(spec, source)
+        assert graph is not None
+        return make_plan(spec, graph, rehearse=rehearse)
 
     def trace() -> MemoryEstimate:
         from meshplan.runtime.estimate.estimate import estimate_by_trace  # torch
@@ -379,7 +390,7 @@ def as_written(decision: Decision, source: Source) -> Written | None:
         return estimate_by_trace(request, lambda text: None)
 
     cluster = cluster_of(decision.spec, device, decision.profile)
-    return written.as_written(decision, device, cluster, trace)
+    return written.as_written(decision, device, cluster, decide, trace)
 
 
 def overrides_of_free(keys: Sequence[str]) -> list[str]:

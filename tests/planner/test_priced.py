@@ -256,8 +256,9 @@ def test_an_optimizer_of_whole_tensors_is_planned_with_ddp(optimizer, write, cap
     assert planned["peak_bytes"] == max(group["band"][1] for group in groups)
 
 
-def test_plan_of_a_module_says_what_the_file_is_without_its_choices(write, capsys):
-    plan = plan_of("full_shard")
+@pytest.mark.parametrize("layout", ["full_shard", "tp x fsdp"])
+def test_plan_of_a_module_says_what_the_file_is_without_its_choices(layout, write, capsys):
+    plan = plan_of(layout)
     del plan["strategy"]
     flags = ["-f", write(plan), "--model", MODEL, "--json", "-q"]
     assert main(["estimate", *flags]) == 0

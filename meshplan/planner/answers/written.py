@@ -9,10 +9,11 @@ from meshplan.errors import MeshplanError
 from meshplan.layout.hardware import Cluster
 from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.answer.estimate import MemoryEstimate
-from meshplan.plan.plan import make_plan
+from meshplan.plan.plan import Plan
 from meshplan.planner.problem.decision import Decision
 from meshplan.planner.tables.whole_plan import Costed
 from meshplan.shown import shown
+from meshplan.spec.spec import Spec
 
 
 @shown
@@ -33,7 +34,8 @@ def as_written(
     decision: Decision,
     device: str,
     cluster: Cluster,
-    trace: Callable[[], MemoryEstimate] | None = None,
+    decide: Callable[[Spec], Plan],
+    trace: Callable[[], MemoryEstimate],
 ) -> Written | None:
     """Estimate the plan file of a decision with default values for its open keys.
 
@@ -41,8 +43,9 @@ def as_written(
         decision: The planner's decision on the plan file.
         device: A device name of `layout.hardware`, or "cuda".
         cluster: The machine.
+        decide: Returns the plan of a spec for the model.
         trace: Estimates the memory of the file by a trace, for a model that its config does not
-            describe; None if that is not possible.
+            describe.
 
     Returns:
         The estimate; None if something in the file is `auto`, if the planner chose the same plan,
@@ -51,14 +54,11 @@ def as_written(
     chosen = decision.chosen
     if chosen is None or decision.spec.free_fields:
         return None
-    has_config = bool(chosen.plan.graph.config)
-    if not has_config and trace is None:
-        return None
     try:
-        plan = make_plan(decision.spec, chosen.plan.graph)
+        plan = decide(decision.spec)
         if plan.digest() == chosen.plan.digest():
             return None
-        if has_config or trace is None:
+        if plan.graph.config:
             memory = estimate_analytic(
                 plan, device=device, limit_bytes=decision.limit_bytes, try_expandable=False
             )
