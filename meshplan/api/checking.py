@@ -169,7 +169,7 @@ def check_plan(
 
 
 def _tried(checked: CheckResult, source: Source) -> CheckResult:
-    """Return the result, extended by what a step of the plan does.
+    """Return the result, extended by problems that a step of the plan would raise.
 
     If the model is a Python function, its forward runs as on a rank of the plan. An error becomes a
     problem; a note says why the forward could not be tried.

@@ -19,6 +19,7 @@ from meshplan.spec.spec import Spec
 from meshplan.textbook.inputs import graph_of, questions
 
 if TYPE_CHECKING:
+    from meshplan.plan.plan import Plan
     from meshplan.planner.lock.lock import Lock
     from meshplan.planner.problem.decision import PlanRequest
 
@@ -67,6 +68,27 @@ def find_model(
         "add --model pkg.mod:function or --config PATH to check them"
     )
     return None, tuple(notes), None
+
+
+def plan_of_spec(spec: Spec, graph: ModelGraph, source: Source) -> Plan:
+    """Return the plan of a spec; the model's forward is recorded again if the spec reads it.
+
+    Args:
+        spec: A spec without open fields.
+        graph: The graph of the model, which is enough for specs that do not read its data flow.
+        source: The plan and its model.
+
+    Raises:
+        PlanError: The plan does not fit the model.
+    """
+    from meshplan.plan.plan import make_plan  # slow to import
+
+    rehearse = None
+    if spec.reads_flow:
+        found, _, rehearse = find_model(spec, source)
+        assert found is not None
+        graph = found
+    return make_plan(spec, graph, rehearse=rehearse)
 
 
 def spec_in_force(

@@ -364,19 +364,14 @@ def as_written(decision: Decision, source: Source) -> Written | None:
         The estimate; None if something in the file is `auto`, if the planner chose the same plan,
         or if the plan cannot be estimated.
     """
-    from meshplan.api.in_force import find_model
-    from meshplan.plan.plan import make_plan
+    from meshplan.api.in_force import plan_of_spec
     from meshplan.planner.answers import written
 
     device, limit_bytes, _ = read_limit(source.gpu, source.memory, decision.spec)
 
     def decide(spec: Spec) -> Plan:
         assert decision.chosen is not None
-        if not spec.reads_flow:
-            return make_plan(spec, decision.chosen.plan.graph)
-        graph, _, rehearse = find_model(spec, source)
-        assert graph is not None
-        return make_plan(spec, graph, rehearse=rehearse)
+        return plan_of_spec(spec, decision.chosen.plan.graph, source)
 
     def trace() -> MemoryEstimate:
         from meshplan.runtime.estimate.estimate import estimate_by_trace  # torch

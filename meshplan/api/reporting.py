@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, Final, Unpack
 
 from meshplan.api import checking, planning
-from meshplan.api.in_force import find_model
+from meshplan.api.in_force import plan_of_spec
 from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
 from meshplan.errors import MeshplanError, PlanError, SpecError
-from meshplan.model.graph import ModelGraph
 from meshplan.pictures.mesh.counted import counted_plan
-from meshplan.plan.plan import Plan, make_plan
+from meshplan.plan.plan import Plan
 from meshplan.planner.lock.lock import chosen_spec, lock_in_words, locked
 from meshplan.planner.problem.decision import Decision, Evaluated
 from meshplan.planner.problem.request import loading
@@ -168,12 +167,8 @@ class _ReportBuilder:
         if not self._spec.free_fields:
             return chosen.plan
         load = loading(self._plan, self._source.overrides)
-        spec, rehearse = chosen_spec(load, chosen.stated, "the planner"), None
-        graph: ModelGraph | None = chosen.plan.graph
-        if spec.reads_flow:  # It is derived again from the recorded forward.
-            graph, _, rehearse = find_model(spec, self._source)
-        assert graph is not None
-        plan = make_plan(spec, graph, rehearse=rehearse)
+        spec = chosen_spec(load, chosen.stated, "the planner")
+        plan = plan_of_spec(spec, chosen.plan.graph, self._source)
         assert plan.digest() == chosen.plan.digest()
         return plan
 

@@ -122,8 +122,8 @@ class Profile:
         """
         whose = f" by constants for {self.framework}" if self.framework in PROFILES else ""
         assumed = f" assuming {self.assumed_network}" if self.assumed_network else ""
-        parts = [f"step times are estimated{whose}{assumed}"] if whose or assumed else []
-        return "; ".join([*parts, *([eager] if (eager := self.eager_note(spec)) else [])])
+        estimated = f"step times are estimated{whose}{assumed}" if whose or assumed else ""
+        return "; ".join(filter(None, (estimated, self.eager_note(spec))))
 
     def eager_note(self, spec: Spec) -> str:
         """Return a warning that compiled blocks are priced as eager ones; "" if none are."""
@@ -182,9 +182,8 @@ def framework_of(spec: Spec, graph: ModelGraph, device: str) -> str:
 
     Without a statement of the plan, it follows from the model: modules of transformers run eagerly
     under the wrappers of meshplan, as the runs of hf-eager did. Compiled blocks are priced as eager
-    ones (`Profile.eager_note`). On a GPU that those runs did not
-    have, their error is not known, and published H100 runs are slower: there, and for other models,
-    the constants are generic.
+    ones (`Profile.eager_note`). On a GPU that those runs did not have, their error is not known,
+    and published H100 runs are slower: there, and for other models, the constants are generic.
 
     Args:
         spec: The plan's spec.

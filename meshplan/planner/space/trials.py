@@ -90,8 +90,9 @@ def _rule_as_trial(rule: Rule, sizes: Mapping[str, int]) -> Rule:
 
     The rule becomes optional, so that it may match no module.
     """
-    back = rule.reshard_after_forward if sizes.get("dp_shard", 1) > 1 else None
-    back = back if isinstance(back, bool) else None  # A number of ranks suits one mesh only.
+    back = rule.reshard_after_forward
+    if sizes.get("dp_shard", 1) == 1 or not isinstance(back, bool):
+        back = None  # A number of ranks suits one mesh only.
     place = {axis: word for axis, word in rule.place.items() if axis in (*sizes, *DATA_AXES)}
     return replace(rule, optional=True, stage=None, reshard_after_forward=back, place=place)
 

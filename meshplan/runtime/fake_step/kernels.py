@@ -168,18 +168,18 @@ class KernelCounter(MemoryTracker):
     def _sent_along_axis(self, func: Any, args: Any, kwargs: Any, out: Any) -> OperatorWork | None:
         """Return the communication of a collective; None if nothing is sent along an axis."""
         route = sent_by(func, args, kwargs, out, self._mesh) if self._mesh is not None else None
-        if route is not None and route.axes == ("ep",) and route.kind == "all_to_all":
-            return OperatorWork(all_to_alls=1, all_to_all_bytes=route.num_bytes)
         if route is None:
             return None
-        if route.kind == "all_reduce":
-            if route.axes == ("tp",):
+        if route.axes == ("tp",):
+            if route.kind == "all_reduce":
                 return OperatorWork(all_reduces=1, all_reduce_bytes=route.num_bytes)
+            return OperatorWork(gathers=1, gather_bytes=route.num_bytes)
+        if route.kind == "all_reduce":
             # A microbatch is counted without FSDP2 and DDP, so no gradients are reduced in it.
             return OperatorWork(statistics=1, statistics_bytes=route.num_bytes)
-        if route.axes != ("tp",):
-            return None
-        return OperatorWork(gathers=1, gather_bytes=route.num_bytes)
+        if route.axes == ("ep",) and route.kind == "all_to_all":
+            return OperatorWork(all_to_alls=1, all_to_all_bytes=route.num_bytes)
+        return None
 
     def _where(self) -> Where:
         is_backward = self.phases[-1] == "backward"

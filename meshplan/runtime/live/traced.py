@@ -376,14 +376,8 @@ def _spreads(spec: Spec, axis: str) -> bool:
 
 def _without_figures(spec: Spec) -> Iterator[str]:
     """Yield reasons why neither step time nor memory of a live model is known under a spec."""
-    for is_present, why in (
-        (
-            any(rule.apply for rule in spec.rules),
-            "the planner cannot know what the code of 'apply' does to a model",
-        ),
-    ):
-        if is_present:
-            yield why
+    if any(rule.apply for rule in spec.rules):
+        yield "the planner cannot know what the code of 'apply' does to a model"
     try:
         check_optimizer(spec.optimizer, is_sharded=False)
     except PlanError as error:
