@@ -25,8 +25,10 @@ from meshplan.planner.lock.lock import lock_in_words, locked, profile_of_lock
 from meshplan.planner.lock.lock import overrides as overrides_of
 from meshplan.planner.objectives.answer import answer
 from meshplan.planner.problem.decision import Decision, Evaluated, PlanRequest
+from meshplan.planner.problem.live_model import Priced
 from meshplan.planner.problem.request import cluster_of, request_of_file
 from meshplan.spec.keys import check_free, freed
+from meshplan.spec.spec import Spec
 from meshplan.textbook.inputs import read_limit
 
 if TYPE_CHECKING:
@@ -150,9 +152,18 @@ def _request(source: Source, report: Callable[[str], None]) -> PlanRequest:
         source.config is None and stated is not None and stated.entry
     )
     if not is_live:
-        return request_of_file(
+        request = request_of_file(
             source.plan, source.overrides, source.config, source.gpu, source.memory, source.profile
         )
+
+        def price(spec: Spec) -> Priced:
+            from meshplan.runtime.estimate.scale_down import model_source_of  # torch
+            from meshplan.runtime.live.priced import priced_as_stated
+
+            model = model_source_of(spec, None, source.config)
+            return priced_as_stated(model, request.device, request.limit_bytes, spec, report=report)
+
+        return replace(request, price=price)
     with collecting_rarely():  # Loading modules and building a model create many objects.
         from meshplan.runtime.live.planned import request_of_entry  # torch
 

@@ -7,8 +7,9 @@ one kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from meshplan.cost.reading import Reading, TapeSection, is_chosen
 from meshplan.cost.tallies import sent, tally
@@ -41,6 +42,7 @@ def chain_of(
     cuts_loss: bool = False,
     loss_chunks: int = 1,
     styled: TpPlanOnTape | None = None,
+    saves: Mapping[int, frozenset[str]] = MappingProxyType({}),
 ) -> Chain:
     """Return the chain of a decoder of a known family, as one rank of tp and ep computes it.
 
@@ -55,6 +57,8 @@ def chain_of(
         cuts_loss: If True, the loss is computed on logits that stay sharded over the vocabulary.
         loss_chunks: Number of chunks of tokens for which head and loss are computed one by one.
         styled: The plan's tensor-parallel styles by module; None shards whatever can be sharded.
+        saves: By number of a block, the words of `save:` whose ops selective recomputation saves;
+            blocks that are left out save `spec.PRODUCTS`.
 
     Raises:
         PlanError: The model is of no known family, or tp or ep does not divide its sizes.
@@ -77,18 +81,19 @@ def chain_of(
     ]:
         raise PlanError(problems)
 
-    block_keys = tuple(map(shape.is_sparse, range(shape.layers)))
+    block_keys = tuple((shape.is_sparse(n), saves.get(n)) for n in range(shape.layers))
     shown = shown_of(block_keys)
     few = replace(
         shape,
         layers=len(shown),
         dense=frozenset(place for place, n in enumerate(shown) if n in shape.dense),
     )
+    saved = {place: saves[n] for place, n in enumerate(shown) if n in saves}
 
     def write(_: int, batch: int) -> Tape:
         run = MicrobatchSpec(batch=batch, seq_len=seq_len, element_bytes=element_bytes, tp=tp,
                   is_sequence=is_sequence and tp > 1, is_cuda=is_cuda,
-                  spread=Spread(ep), loss_chunks=loss_chunks)  # fmt: skip
+                  spread=Spread(ep), loss_chunks=loss_chunks, saves=saved)  # fmt: skip
         if styled is not None:
             return tape_of(few, replace(run, styled=styled.of_any_block(), is_chain=True))
         return decoder_tape(few, run, cuts_loss=cuts_loss)

@@ -42,8 +42,7 @@ STRATEGY_OPTIONS: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] =
 def plan_as_config(plan: Plan) -> NDArray[Any]:
     """Return the grid whose only row is the configuration of a plan, of dtype `GRID`.
 
-    If a pipeline runs several times in one step, `microbatches` counts all runs together. A
-    schedule that is not in `SCHEDULE_WORDS` gets index 0, that of "".
+    If a pipeline runs several times in one step, `microbatches` counts all runs together.
 
     Assumes: the plan states its batch.
     """
@@ -55,8 +54,7 @@ def plan_as_config(plan: Plan) -> NDArray[Any]:
         row[axis] = plan.mesh.size(axis)
     if stages is not None:
         row["virtual"] = stages.virtual
-        if stages.schedule in SCHEDULE_WORDS:
-            row["schedule"] = SCHEDULE_WORDS.index(stages.schedule)
+        row["schedule"] = SCHEDULE_WORDS.index(stages.schedule)
     else:
         row["virtual"] = 1
     row["micro"], row["microbatches"] = plan.micro // parts, parts * plan.accumulate

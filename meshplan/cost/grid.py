@@ -7,6 +7,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshplan.layout.schedules import SCHEDULES
+
 GRID: Final = np.dtype(
     [
         (name, np.int64)
@@ -31,11 +33,12 @@ MODES: Final = ("ddp", "zero1", "shard")
 """Layouts of a model over data ranks. "shard" covers full_shard, zero2 and their hybrids, which
 differ in `dp_replicate` and in the resharding of `OPTIONS`. "ddp" uses only `dp_replicate`."""
 
-SCHEDULE_WORDS: Final = ("", "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
-"""Names in `layout.schedules.SCHEDULES` of the schedules that the planner searches and prices; ""
-stands for no pipeline."""
+SCHEDULE_WORDS: Final = ("", *SCHEDULES)
+"""Names of the pipeline schedules; "" stands for no pipeline."""
 
-_IN_HALVES: Final = SCHEDULE_WORDS.index("InterleavedZeroBubble")
+_IN_HALVES: Final = np.array(
+    [word in SCHEDULES and SCHEDULES[word].splits_backward for word in SCHEDULE_WORDS]
+)
 
 
 def in_halves(grid: NDArray[Any] | np.void) -> NDArray[np.bool_]:
@@ -44,7 +47,7 @@ def in_halves(grid: NDArray[Any] | np.void) -> NDArray[np.bool_]:
     Then parameters stay gathered, nothing is recomputed, and gradients are reduced once, at the end
     of the step.
     """
-    return np.asarray(grid["schedule"] == _IN_HALVES)
+    return np.asarray(_IN_HALVES[grid["schedule"]])
 
 
 RECOMPUTE: Final = ("none", "selective", "full")

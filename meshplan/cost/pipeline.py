@@ -18,6 +18,9 @@ Array = NDArray[Any]
 _1F1B: Final = SCHEDULE_WORDS.index("1F1B")
 _INTERLEAVED: Final = SCHEDULE_WORDS.index("Interleaved1F1B")
 
+CLOSED_FORMS: Final = frozenset(("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"))
+"""The schedules whose seconds `pipeline_seconds` estimates. `cost.simulate` simulates any."""
+
 
 def crossing_seconds(
     grid: Array,
@@ -56,7 +59,7 @@ def pipeline_seconds(
     """Return the seconds of forward and backward of all microbatches through all stages.
 
     Args:
-        grid: Configurations of `grid.GRID`.
+        grid: Configurations of `grid.GRID`, without a pipeline or with one of `CLOSED_FORMS`.
         most: Seconds of a microbatch on the slowest pipeline rank, forward and backward, in all
             stages of this rank.
         total: The sum of these seconds over all pipeline ranks.
@@ -80,6 +83,38 @@ def pipeline_seconds(
     every = 2 * (pp - 1) / pp * count + 2 * (pp - 2)
     ways = np.where(grid["schedule"] == _1F1B, np.maximum(once, every), once)
     return np.asarray(count * most + (total - most) * waiting_share(grid) + ways * crossing)
+
+
+def sending_seconds(grid: Array, compute_s: Array, crossing_s: Array) -> Array:
+    """Return the seconds of a step that sends between stages add to those of the stages.
+
+    Args:
+        grid: Configurations of `grid.GRID`.
+        compute_s: [configs] seconds of computation of a microbatch in all blocks together.
+        crossing_s: [configs] seconds to send a microbatch to the next stage once
+            (`crossing_seconds`).
+    """
+    zero = np.zeros(len(grid))
+    return pipeline_seconds(grid, zero, zero, crossing_s) + unhidden_seconds(
+        grid, compute_s, crossing_s
+    )
+
+
+def unhidden_seconds(grid: Array, compute_s: Array, crossing_s: Array) -> Array:
+    """Return [configs] seconds of a step by which sends take longer than the computation.
+
+    Zero for one stage per rank. Each stage sends its output in forward and its input's gradient in
+    backward for every microbatch, and all stages of a rank share its link. The shorter the stages,
+    the less computation hides the sends.
+
+    Args:
+        grid: The configurations.
+        compute_s: [configs] seconds of computation of a microbatch in all blocks together.
+        crossing_s: [configs] seconds to send a microbatch from one stage to the next.
+    """
+    sends = 2.0 * grid["microbatches"] * grid["virtual"] * crossing_s
+    over = np.maximum(0.0, sends - grid["microbatches"] * compute_s / grid["pp"])
+    return np.asarray(np.where(grid["virtual"] > 1, over, 0.0))
 
 
 def waiting_share(grid: Array) -> Array:

@@ -168,6 +168,7 @@ def terms(
     *,
     dtype: str = "float32",
     is_awaited: bool | None = None,
+    reshard_ranks: int | None = None,
     exchanges: bool = False,
     rows: Rows | None = None,
     order: Sequence[str] = AXES,
@@ -183,6 +184,8 @@ def terms(
         dtype: Dtype of the model's parameters.
         is_awaited: If True, nothing hides the gathers and reductions of the block's unit. None
             means False for blocks, and True for the modules outside blocks.
+        reshard_ranks: Neighbouring ranks over which parameters are resharded after forward, and
+            from which backward gathers them; None for all ranks that store them.
         exchanges: If True, cp exchanges heads (`context.attention: all_to_all`) instead of
             gathering keys and values.
         rows: A `Rows` of the same grid, which calls for several kinds may share; None makes one.
@@ -209,6 +212,7 @@ def terms(
     is_whole, is_at_once = rows.mode == _DDP, (rows.mode == _SHARD) & ~halved
     # DDP gathers nothing, and with `gathers_once` ZeRO-1 gathers after the update instead.
     gathers = gathered if whole is None else np.where(is_whole, 0.0, gathered)
+    regathers = gathers if reshard_ranks is None else rows.regathered(kind, gathers, reshard_ranks)
     after = np.zeros_like(gathered)
     if profile.gathers_once:
         after = np.where(rows.mode == _ZERO1, gathered, 0.0)
@@ -229,7 +233,7 @@ def terms(
     grads_at_once_s = np.where(is_at_once, grads_s, 0.0)
     for recompute, reshard in OPTIONS:
         backward, use = backwards[recompute], gathers_of_block(reshards=bool(reshard))
-        each = at_once + use.backward * gathers
+        each = at_once + use.backward * (regathers if reshard else gathers)
         copied = grads_at_once_s + use.backward * params_s
         usual = join(backward, each, copied)
         end = join(backward, each + later, copied + grads_s - grads_at_once_s)
@@ -303,7 +307,7 @@ class Rows:
         self.offloads = bool(grid["offload"].any())
         # True where FSDP2 runs over a single rank, without communication.
         self.are_alone = (self.mode == _SHARD) & (self.shards * replicate == 1)
-        self._per_node = gpus_per_node
+        self._per_node, self._order = gpus_per_node, order
         self._along = along
 
     @cached_property
@@ -395,19 +399,13 @@ class Rows:
         """
         profile, widths = self.profile, self.widths
         numel = np.full_like(self.samples, sum(kind.numels))
-        experts = expert_share(self.grid, kind)
-        is_apart = (self.grid["ep"] > 1) & (
-            experts > 0
-        )  # With ep, experts are a unit of their own.
-        # Unsharded elements of the block's unit. With ep, its experts are in another unit.
-        one = numel - kind.expert_numel + np.where(is_apart, 0.0, experts * self.shards)
+        one, other = self._unit_numel(kind)
         gathered = all_gather(one * widths.compute, self.along_shards, profile)
         scatters = profile.reduce_scatter_factor
         reduced = scatters * all_gather(one * widths.reduce, self.along_shards, profile)
         reduced = reduced + self._single_rank_copies(one)
         summed = all_reduce(one * widths.reduce / self.shards, self.along_replicas, profile)
-        if is_apart.any():
-            other = np.where(is_apart, experts, 0.0)
+        if other.any():
             whole = other * self.along_rest.ranks
             gathered = gathered + all_gather(whole * widths.compute, self.along_rest, profile)
             reduced = reduced + scatters * all_gather(
@@ -417,6 +415,32 @@ class Rows:
         if not self.has_whole:
             return gathered, reduced, summed, None
         return gathered, reduced, summed, all_reduce(numel * widths.stored, self.along_all, profile)
+
+    def regathered(self, kind: BlockKind, gathered: Array, ranks: int) -> Array:
+        """Return the seconds to gather parameters that forward resharded over fewer ranks.
+
+        Args:
+            kind: The kind of the block.
+            gathered: Seconds to gather them from all shards (`data`).
+            ranks: Neighbouring ranks that shard the block's unit after forward.
+        """
+        inner = "cp" if (self.grid["cp"] > 1).any() else "dp_shard"
+        stride = stride_of(self.grid, inner, self._order)
+        near = group(np.full_like(self.samples, ranks), stride, self._per_node)
+        num_bytes = self._unit_numel(kind)[0] * self.widths.compute
+        farther = all_gather(num_bytes, self.along_shards, self.profile)
+        return gathered - farther + all_gather(num_bytes, near, self.profile)
+
+    def _unit_numel(self, kind: BlockKind) -> tuple[Array, Array]:
+        """Return a block's parameters as (unsharded elements of its unit, one rank's of experts).
+
+        Without ep, the block's unit has the experts, too, and the second is 0.
+        """
+        experts = expert_share(self.grid, kind)
+        is_apart = (self.grid["ep"] > 1) & (experts > 0)
+        others = float(sum(kind.numels) - kind.expert_numel)
+        own = others + np.where(is_apart, 0.0, experts * self.shards)
+        return own, np.where(is_apart, experts, 0.0)
 
     def cast(self, kind: BlockKind) -> Array:
         """Return the seconds of FSDP2's casts and copies over a single rank, in place of gathers.

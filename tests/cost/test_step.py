@@ -111,6 +111,29 @@ def test_data_ranks_are_charged_what_is_forecast(strategy, sizes, mode, precisio
     assert np.isinf(seconds[:, only_whole]).all() == (mode != "shard")
 
 
+def test_backward_gathers_what_was_resharded_from_the_ranks_that_have_it():
+    kind = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=4).kinds[1]
+    numel, option, found = sum(kind.numels), OPTIONS.index((0, 1)), []
+    for ranks in (None, 8, 2):
+        told = terms(row(dp_shard=8), kind, COUNTING, 8, FP32, is_awaited=True, reshard_ranks=ranks)
+        found.append((told.forward_s[0, option], told.backward_s[0, option]))
+    usual, all_ranks, two = found
+    assert all_ranks == usual
+    assert two[0] == usual[0]
+    assert usual[1] - two[1] == pytest.approx(4 * numel * (7 / 8 - 1 / 2))
+    # Neighbours are on one node.
+    far = replace(COUNTING, inter_bytes_per_s=1e-3)
+    grid = row(dp_shard=16)
+    near = [
+        terms(grid, kind, far, 8, FP32, is_awaited=True, reshard_ranks=ranks).backward_s[0, option]
+        for ranks in (8, 16)
+    ]
+    over_nodes = 4 * numel * (15 / 16)
+    reduced = near[1] / 2
+    assert near[0] == pytest.approx(reduced + 4 * numel * 7 / 8)
+    assert reduced > 100 * over_nodes
+
+
 @pytest.fixture(scope="module")
 def live():
     """The model of transformers of the config."""

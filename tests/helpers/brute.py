@@ -22,6 +22,10 @@ NUM_OPTIONS = len(OPTIONS)
 HALVED = "InterleavedZeroBubble"
 
 
+def _index(rng: np.random.Generator, *words: str) -> int:
+    return int(rng.choice([SCHEDULE_WORDS.index(word) for word in words]))
+
+
 def random_numbers(seed: int, num_rows: int = 6) -> tuple[CostTable, float]:
     """(a small space, a capacity that is sometimes tight and sometimes not)."""
     rng = np.random.default_rng(seed)
@@ -109,11 +113,12 @@ def random_rounds(seed: int, num_rows: int = 6) -> tuple[CostTable, float]:
     offered[:, (0, 2), 1:] = False
     for row in numbers.grid:
         row["pp"] = rng.integers(1, 4)
-        row["virtual"], row["schedule"] = 1, (0 if row["pp"] == 1 else rng.choice([1, 2]))
+        row["virtual"], row["schedule"] = 1, (0 if row["pp"] == 1 else _index(rng, "GPipe", "1F1B"))
         row["microbatches"] = rng.integers(1, 8)
         most = blocks // int(row["pp"])
         if row["pp"] > 1 and most > 1 and rng.random() < 0.8:
-            row["schedule"], row["virtual"] = rng.choice([3, 4]), rng.integers(2, most + 1)
+            row["schedule"] = _index(rng, "Interleaved1F1B", HALVED)
+            row["virtual"] = rng.integers(2, most + 1)
             while row["microbatches"] < row["pp"] or SCHEDULES["Interleaved1F1B"].problem(
                 int(row["pp"]), int(row["microbatches"])
             ):

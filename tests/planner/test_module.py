@@ -66,14 +66,8 @@ def test_blocks_add_up_to_the_step(job):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"activation_checkpointing": {"mode": "selective", "save": ["mm"]}}, "to save"),
-        ({"rules": [{"match": "model.layers.1", "reshard_after_forward": 2}]}, "fewer ranks"),
         ({"rules": [{"match": "model.layers.1", "place": "replicate"}]}, "the same axes"),
         ({"batch": {"seq_len": 64}}, "states no batch size"),
-        ({"mesh": {"pp": 2, "dp_shard": 4}, "batch": {"micro": 2, "accumulate": 2, "seq_len": 64}},
-         "accumulation around"),
-        ({"mesh": {"pp": 2, "dp_shard": 4},
-          "pipeline": {"schedule": "LoopedBFS", "virtual": 2}}, "the schedule LoopedBFS"),
     ],
 )  # fmt: skip
 def test_what_has_no_figures_is_refused(job, fields, words):

@@ -50,7 +50,7 @@ def test_later_microbatches_are_reduced_beside_what_they_are_added_to(count):
 
 
 def test_in_a_pipeline_its_ends_hold_the_root():
-    flat, piped = pools(dp_shard=4), pools(dp_shard=4, pp=2, schedule=2)
+    flat, piped = pools(dp_shard=4), pools(dp_shard=4, pp=2, schedule=SCHEDULE_WORDS.index("1F1B"))
     ends = [float(sum(each.numels)) * 2 for each in (BEFORE, AFTER)]
     assert [flat.first, flat.last] == [0, 0]
     assert [piped.first, piped.last] == ends

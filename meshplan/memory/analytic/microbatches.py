@@ -115,11 +115,7 @@ def analytic_microbatches(
         element_bytes=_element_bytes(plan),
         is_fused=not is_cuda or is_fused(plan),
         recomputed=frozenset(recompute),
-        saves={
-            number: frozenset(policy.kept)
-            for number, policy in recompute.items()
-            if policy.mode == "selective"
-        },
+        saves=saves_of(plan),
         is_cuda=is_cuda,
         in_place=in_place,
         styled=styled_of(plan),
@@ -190,6 +186,15 @@ def loss_chunks_of(plan: Plan) -> int:
     """Return over how many chunks of the tokens head and loss are computed; 1 for all at once."""
     chunked = plan.assignment.chunked_loss
     return 1 if chunked is None else chunked.chunks
+
+
+def saves_of(plan: Plan) -> dict[int, frozenset[str]]:
+    """Return {number of a block with selective recomputation: words of `save:` that it saves}."""
+    return {
+        _number(fqn): frozenset(recompute.policy.kept)
+        for fqn, recompute in plan.assignment.recompute.items()
+        if recompute.policy.mode == "selective"
+    }
 
 
 def refusals(plan: Plan) -> Iterator[Problem]:

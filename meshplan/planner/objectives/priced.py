@@ -1,7 +1,7 @@
-"""Price the stated plan of a live model, if the planner cannot search others or is not to.
+"""Price a plan as it is stated, if the planner cannot search others like it or is not to.
 
-Memory is estimated as by `meshplan estimate`. The step time follows from the costs of a microbatch,
-which are recorded while the microbatch runs on fake tensors.
+Memory is estimated as by `meshplan estimate`. The step time follows from the costs of a microbatch:
+those that the model's config gives, or those recorded while the microbatch runs on fake tensors.
 """
 
 from __future__ import annotations
@@ -10,23 +10,32 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from meshplan.cost.chain import chain_of
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.mesh import DATA_AXES
+from meshplan.memory.analytic.estimate import check_analytic, estimate_analytic
+from meshplan.memory.analytic.microbatches import loss_chunks_of, refusals
 from meshplan.memory.answer.estimate import left_in_words
+from meshplan.plan.plan import make_plan
+from meshplan.planner.problem.certified import OVER, certify_plan
 from meshplan.planner.problem.decision import Bound, Decision, Evaluated, PlanRequest
-from meshplan.planner.problem.live_model import TracedChoices
+from meshplan.planner.problem.live_model import Priced, TracedChoices
 from meshplan.planner.space.space import Rejected, UnsearchedError
-from meshplan.planner.tables.whole_plan import Costed
+from meshplan.planner.tables.memory_bounds import element_bytes_of
+from meshplan.planner.tables.whole_plan import Costed, unsearched
 from meshplan.spec.spec import Spec
 
 
 def is_priced(request: PlanRequest) -> bool:
-    """Return True if a live model's plan is priced as it is stated, and not searched.
+    """Return True if a plan is priced as it is stated, and not searched.
 
-    That is so if it cannot be searched, or if it has pp or tp and states everything.
+    That is so if it states everything and the planner cannot search plans like it. A live model's
+    plan that cannot be searched is refused there if it leaves something open.
     """
     traced, spec = request.traced, request.read(())
-    if traced is None or not traced.is_priced(spec):
+    if traced is None:
+        return _states_everything(spec) and bool(_why_unsearched(spec, request))
+    if not traced.is_priced(spec):
         return False
     mesh = spec.mesh if isinstance(spec.mesh, Mapping) else {}
     if mesh.get("pp", 1) != 1 and not spec.free_fields:
@@ -48,7 +57,7 @@ def is_priced_instead(request: PlanRequest) -> bool:
 
 
 def _states_everything(spec: Spec) -> bool:
-    """Return True if a spec states all that the planner chooses for a live model."""
+    """Return True if a spec states all that the planner would choose."""
     mesh = spec.mesh if isinstance(spec.mesh, Mapping) else {}
     has_data = any(mesh.get(axis, 1) != 1 for axis in DATA_AXES)
     return (
@@ -59,11 +68,53 @@ def _states_everything(spec: Spec) -> bool:
     )
 
 
+def _why_unsearched(spec: Spec, request: PlanRequest) -> str:
+    """Return why the planner cannot search plans of a config like a stated one; "" if it can."""
+    try:
+        plan = make_plan(spec, request.graph)
+        problem = next(iter((*unsearched(plan), *refusals(plan))), None)
+        if problem is None:
+            check_analytic(plan, device=request.device)
+    except PlanError as error:
+        return error.problems[0].what
+    return problem.what if problem is not None else ""
+
+
+def _priced_by_rules(spec: Spec, request: PlanRequest) -> Priced:
+    """Return the memory and the costs of a plan, by the rules for its model's config.
+
+    Raises:
+        PlanError: There are no rules for something in the plan.
+    """
+    plan = make_plan(spec, request.graph)
+    memory = estimate_analytic(plan, device=request.device, limit_bytes=request.limit_bytes)
+    assert spec.batch.seq_len is not None
+    whole = chain_of(
+        plan.graph,
+        seq_len=spec.batch.seq_len,
+        element_bytes=element_bytes_of(plan).computed,
+        loss_chunks=loss_chunks_of(plan),
+    )
+    return Priced(plan, memory, None, whole.flops)
+
+
+def _priced(spec: Spec, request: PlanRequest) -> Priced:
+    """Return the memory and the costs of a plan: by rules if there are any, else by a trace."""
+    if request.traced is not None:
+        return request.traced.priced(spec)
+    try:
+        return _priced_by_rules(spec, request)
+    except PlanError:
+        if request.price is None:
+            raise
+        return request.price(spec)
+
+
 def price(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
     """Return a decision whose only plan is the stated one, with its memory and step time.
 
     Args:
-        request: The request, of a live model.
+        request: The request.
         report: Called with lines on the progress.
 
     Raises:
@@ -71,10 +122,10 @@ def price(request: PlanRequest, report: Callable[[str], None] = lambda text: Non
         PlanError: The plan leaves something open, or the cost model has no figures for it.
     """
     began, spec, traced = time.monotonic(), request.read(()), request.traced
-    assert traced is not None
-    why = "the plan states everything"
-    if not _states_everything(spec):
-        why = traced.refuses(spec)
+    if traced is None:
+        why = _why_unsearched(spec, request)
+    else:
+        why = "the plan states everything" if _states_everything(spec) else traced.refuses(spec)
     if spec.free_fields:
         left = " and ".join(spec.free_fields)
         are = "are" if len(spec.free_fields) > 1 else "is"
@@ -82,21 +133,24 @@ def price(request: PlanRequest, report: Callable[[str], None] = lambda text: Non
         what = f"{left} {are} left to the planner, which cannot search this plan: {why}"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
     report("1 configuration")
-    found = traced.priced(spec)
-    plan, memory, cluster = found.plan, found.memory, request.cluster
-    if not memory.fits:
-        left = left_in_words(memory.worst.band[1], memory.limit_bytes)
+    found = _priced(spec, request)
+    plan = found.plan
+    costed = Costed(plan, request.cluster, request.profile, found.chain)
+    evaluated = Evaluated(stated={}, seconds=costed.seconds, plan=plan, memory=found.memory)
+    over = ""
+    if not found.memory.fits:
+        left = left_in_words(found.memory.worst.band[1], found.memory.limit_bytes)
+        over = f"{found.memory.size}: {left}"
+    elif found.chain is None:
+        certified = certify_plan(request, evaluated)
+        evaluated, over = (evaluated, OVER) if certified is None else (certified, "")
+    if over:
+        what = f"the plan as stated does not fit: {over}"
         fix = (
             "see meshplan estimate --fixes for the effect of each change; no other plan is searched"
         )
-        raise UnsearchedError(
-            Problem(
-                f"the plan as stated does not fit: {memory.size}: {left}", spec.origin("mesh"), fix
-            ),
-            (Rejected("other plans", why),),
-        )
-    costed = Costed(plan, cluster, request.profile, found.chain)
-    evaluated = Evaluated(stated={}, seconds=costed.seconds, plan=plan, memory=memory)
+        problem = Problem(what, spec.origin("mesh"), fix)
+        raise UnsearchedError(problem, (Rejected("other plans", why),))
     samples = (plan.micro or 0) * plan.accumulate * plan.num_data_ranks
     flops = found.flops * samples
     return Decision(
@@ -118,6 +172,6 @@ def price(request: PlanRequest, report: Callable[[str], None] = lambda text: Non
         limit_bytes=request.limit_bytes,
         objective=request.objective,
         profile_path=request.profile_path,
-        bounds=(Bound(evaluated.seconds, memory.worst.band[1]),),
+        bounds=(Bound(evaluated.seconds, evaluated.memory.worst.band[1]),),
         measured=(evaluated,),
     )

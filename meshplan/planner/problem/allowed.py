@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from meshplan.errors import PlanError
+from meshplan.errors import PlanError, Problem
 from meshplan.memory.analytic.estimate import check_analytic
 from meshplan.memory.analytic.microbatches import refusals
 from meshplan.memory.replay.optimizer import check_optimizer, shards_parameters
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.problem.chains import Chains
 from meshplan.planner.problem.decision import PlanRequest
-from meshplan.planner.tables.whole_plan import unpriced
+from meshplan.planner.space.fixed import AS_STATED
+from meshplan.planner.tables.whole_plan import unpriced, unsearched
 from meshplan.spec.spec import Offload, Spec
 
 _OF_MODULES: Final = "the cost model has no figures for offload of single modules"
@@ -57,6 +58,31 @@ def why_not_allowed(trial: Spec, request: PlanRequest, chains: Chains) -> str:
     return problems[0].what if problems else ""
 
 
+def not_searched(why: str, trial: Spec, request: PlanRequest) -> Problem:
+    """Return the problem of a plan file whose plans cannot be searched.
+
+    Args:
+        why: The reason, as `why_not_allowed` returns it.
+        trial: The trial spec that was refused.
+        request: The request that the trial belongs to.
+    """
+    other = "state every open key and trace the model with meshplan estimate"
+    fix = AS_STATED if _has_figures_as_stated(trial, request) else other
+    return Problem(why, trial.origin(""), f"leave it out, or {fix}")
+
+
+def _has_figures_as_stated(trial: Spec, request: PlanRequest) -> bool:
+    """Return True if a plan of a config has figures as it is stated, though not for a search."""
+    if request.traced is not None:
+        return False
+    try:
+        plan = make_plan(trial, request.few or request.graph)
+    except PlanError:
+        return False
+    is_traced = request.price is not None
+    return not any(unpriced(plan)) and (is_traced or any(unsearched(plan)))
+
+
 def _unpriced_by_rules(plan: Plan, decide: Callable[[Spec], Plan]) -> str:
     """Return what the rules of a trial add that the cost model has no figures for; "" for nothing.
 
@@ -70,6 +96,11 @@ def _unpriced_by_rules(plan: Plan, decide: Callable[[Spec], Plan]) -> str:
     spec = plan.spec
     if not spec.rules or plan.mesh.size("tp", "cp", "ep", "pp") > 1:
         return ""  # Without its rules, a plan may have nothing to do for those axes.
-    without = {each.what for each in unpriced(decide(replace(spec, rules=())), is_run=False)}
-    whys = (each.what for each in unpriced(plan, is_run=False))
+    without = {each.what for each in _no_figures(decide(replace(spec, rules=())))}
+    whys = (each.what for each in _no_figures(plan))
     return next((why for why in whys if why not in without), "")
+
+
+def _no_figures(plan: Plan) -> Iterator[Problem]:
+    yield from unpriced(plan)
+    yield from unsearched(plan)

@@ -13,7 +13,7 @@ from meshplan.layout.hardware import Cluster
 from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.model.graph import ModelGraph
 from meshplan.plan.plan import Plan
-from meshplan.planner.problem.live_model import Traced
+from meshplan.planner.problem.live_model import Priced, Traced
 from meshplan.planner.solve.config import Candidate
 from meshplan.planner.space.space import Rejected
 from meshplan.shown import shown
@@ -48,6 +48,8 @@ class PlanRequest:
         certify: Estimates the memory of a complete plan from a trace of the model, or returns why
             the model cannot be traced; None if there is no model to trace, or if `traced` does
             this.
+        price: Traces a plan with nothing left open, for its memory and its costs; None if there is
+            no model to trace, or if `traced` does this.
     """
 
     read: Callable[[Sequence[str]], Spec]
@@ -60,6 +62,7 @@ class PlanRequest:
     shorter: Callable[[int | tuple[int, ...]], ModelGraph] | None = None
     traced: Traced | None = None
     certify: Callable[[Spec], MemoryEstimate | str] | None = None
+    price: Callable[[Spec], Priced] | None = None
     objective: str = "time"
     is_stopped: Callable[[], bool] = lambda: False
     other_layouts: bool = False

@@ -71,19 +71,20 @@ class StageError(PlanError):
 
 
 class Priced(NamedTuple):
-    """A plan of a live model with nothing left open, with its memory and its costs.
+    """A plan with nothing left open, with its memory and its costs.
 
     Attributes:
         plan: The plan, decided for the model.
         memory: The memory estimate, as `meshplan estimate` reports it.
-        chain: Block costs of one tp rank under this plan, recompute included.
+        chain: Block costs of one tp rank under this plan, recompute included; None if they follow
+            from the model's config.
         flops: Flops of the forward and backward of one sample, summed over tp ranks, without
             recompute.
     """
 
     plan: Plan
     memory: MemoryEstimate
-    chain: Chain
+    chain: Chain | None
     flops: float
 
 

@@ -21,7 +21,7 @@ from meshplan.memory.decoder.sizes import shape_of
 from meshplan.memory.log.driver import driver_bytes
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.lock.lock import overrides
-from meshplan.planner.problem.allowed import why_not_allowed
+from meshplan.planner.problem.allowed import not_searched, why_not_allowed
 from meshplan.planner.problem.certified import OVER, certify_plan, words_of
 from meshplan.planner.problem.chains import Chains
 from meshplan.planner.problem.decision import Evaluated, PlanRequest
@@ -111,10 +111,9 @@ class PlanningProblem:
             PlanError: Something that the plan states cannot be planned, whatever else is chosen.
         """
         cluster = self.request.cluster
-        why = self.refuses(with_axes(self.spec, {data_axis(self.spec): 2}))
-        if why and not only_ddp(self.spec, self.refuses):
-            fix = "leave it out, or state every open key and trace the model with meshplan estimate"
-            raise PlanError(Problem(why, self.spec.origin(""), fix))
+        trial = with_axes(self.spec, {data_axis(self.spec): 2})
+        if (why := self.refuses(trial)) and not only_ddp(self.spec, self.refuses):
+            raise PlanError(not_searched(why, trial, self.request))
         return freedom_of(
             self.spec,
             world=cluster.num_gpus,

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from meshplan.assign.base.cascade import Cascade
 from meshplan.cost.grid import RECOMPUTE
 from meshplan.errors import PlanError, Problem
 from meshplan.model.graph import ModelGraph
 from meshplan.spec.spec import Borrow, Spec
+
+AS_STATED: Final = (
+    "state mesh, strategy, activation_checkpointing and batch.micro, so that the plan is priced as "
+    "it stands"
+)
+"""The way forward where the search cannot vary a plan, but the cost model has figures for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +50,9 @@ def fixed_choices_of(spec: Spec, graph: ModelGraph) -> Pins:
         recompute = _policy(spec, cascade, graph, fqn)
         back = cascade.inherited(fqn, "reshard_after_forward")
         if back is not None and not isinstance(back.value, bool):
-            what = "the planner has no figures for parameters resharded over fewer ranks"
-            raise PlanError(Problem(what, spec.origin(back.path), "write true or false"))
+            what = "the planner does not search plans with parameters resharded over fewer ranks"
+            fix = f"write true or false, or {AS_STATED}"
+            raise PlanError(Problem(what, spec.origin(back.path), fix))
         pins[fqn] = Pin(
             (RECOMPUTE.index(recompute),) if recompute else (),
             (int(back.value),) if back else (),
@@ -80,8 +88,6 @@ def check_fixed_choices(spec: Spec) -> None:
         if rule.activation_checkpointing is not None
     }
     stated = [
-        *((f"{at}.save", "a list of operations to save") for at, p in policies.items()
-          if p.save),
         *((f"{at}.budget", "a budget for activation memory") for at, p in policies.items()
           if p.budget is not None),
         *((f"mesh.{axis}", "borrowed ranks") for axis, size in mesh.items()
@@ -94,10 +100,17 @@ def check_fixed_choices(spec: Spec) -> None:
                 "leave it out, or run meshplan estimate, which needs no step time")
         for path, what in stated
     ]  # fmt: skip
-    if _accumulates_around_stages(spec, mesh):
-        what = "the planner does not support gradient accumulation around a pipeline yet"
-        fix = "leave it out, and state all samples as batch.micro, which the pipeline splits"
-        problems.append(Problem(what, spec.origin("batch.accumulate"), fix))
+    problems += [
+        Problem(f"the planner does not search plans with {what}", spec.origin(path),
+                f"{instead}, or {AS_STATED}")
+        for path, what, instead in (
+            *((f"{at}.save", "a list of operations to save", "leave it out")
+              for at, p in policies.items() if p.save),
+            *(("batch.accumulate", "gradient accumulation around a pipeline",
+               "state all samples as batch.micro, which the pipeline splits")
+              for _ in range(_accumulates_around_stages(spec, mesh))),
+        )
+    ]  # fmt: skip
     if problems:
         raise PlanError(problems)
 

@@ -8,6 +8,7 @@ from typing import Final
 from meshplan.cost.grid import SCHEDULE_WORDS
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.schedules import SCHEDULES
+from meshplan.planner.space.fixed import AS_STATED
 from meshplan.spec.spec import AUTO, Spec
 from meshplan.spec.strategies import STRATEGIES
 
@@ -18,7 +19,7 @@ _KNOWN: Final = (*_TRIED, "GPipe")
 _LEFT_OUT: Final = {
     "GPipe": "it takes as long as 1F1B and keeps more",
     **{
-        word: f"ranks wait no less than with {_HALVED}, and one of them has both ends of the model"
+        word: f"ranks wait as long as with {_HALVED}, to 1%, and one has both ends of the model"
         for word, row in SCHEDULES.items()
         if row.is_v
     },
@@ -124,8 +125,9 @@ def _stated(spec: Spec) -> str:
     assert spec.pipeline is not None
     word = spec.pipeline.schedule
     if word not in _KNOWN:
-        what = f"the planner cannot estimate the step time of the schedule {word}"
-        fix = f"say schedule: auto, or {', '.join(_KNOWN[:-1])} or {_KNOWN[-1]}"
+        what = f"the planner does not search plans with the schedule {word}"
+        known = f"{', '.join(_KNOWN[:-1])} or {_KNOWN[-1]}"
+        fix = f"say schedule: auto, or {known}, or {AS_STATED}"
         raise PlanError(Problem(what, spec.origin("pipeline.schedule"), fix))
     return word
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, OPTIONS, RECOMPUTE, cuts_of
-from meshplan.cost.pipeline import crossing_seconds, pipeline_seconds
+from meshplan.cost.pipeline import crossing_seconds, sending_seconds
 from meshplan.cost.profile import Profile
 from meshplan.cost.step import terms, widths_of
 from meshplan.cost.types import BlockKind, Chain
@@ -187,10 +187,7 @@ def cost_table_of(
         if not chain.saves_outputs:
             sent[rows] = np.where(part["pp"] > 1, part["micro"] / part["cp"] * min(cut_at), 0.0)
         crossing[rows] = crossing_seconds(part, boundary, profile, gpus_per_node, order)
-    zero = np.zeros(len(grid))
     counts = np.bincount(first.order, minlength=len(first.kinds))
-    once = pipeline_seconds(grid, zero, zero, crossing)
-    once += _unhidden(grid, compute @ counts, crossing)
     return CostTable(
         grid=grid,
         order=first.order,
@@ -208,31 +205,12 @@ def cost_table_of(
         last_rank_extra_bytes=_known(at_last),
         step_floor_bytes=step_floor_bytes,
         reduction_floor_bytes=reduction_floor_bytes,
-        once_s=once,
+        once_s=sending_seconds(grid, compute @ counts, crossing),
         compute_s=compute,
         tensor_s=tensor,
         recompute_s=repeated,
         host_s=host,
     )
-
-
-def _unhidden(
-    grid: NDArray[np.void], compute_s: NDArray[np.float64], crossing_s: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return [configs] seconds of a step by which sends take longer than the computation.
-
-    Zero for one stage per rank. Each stage sends its output in forward and its input's gradient in
-    backward for every microbatch, and all stages of a rank share its link. The shorter the stages,
-    the less computation hides the sends.
-
-    Args:
-        grid: The configurations.
-        compute_s: [configs] seconds of computation of a microbatch in all blocks together.
-        crossing_s: [configs] seconds to send a microbatch from one stage to the next.
-    """
-    sends = 2.0 * grid["microbatches"] * grid["virtual"] * crossing_s
-    over = np.maximum(0.0, sends - grid["microbatches"] * compute_s / grid["pp"])
-    return np.asarray(np.where(grid["virtual"] > 1, over, 0.0))
 
 
 def _known(least: Floats) -> Floats:

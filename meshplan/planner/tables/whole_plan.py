@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,25 +17,33 @@ from meshplan.cost.grid import (
     MODES,
     OPTIONS,
     PARAMS_ON_HOST,
-    RECOMPUTE,
-    SCHEDULE_WORDS,
+)
+from meshplan.cost.pipeline import (
+    CLOSED_FORMS,
+    crossing_seconds,
+    sending_seconds,
+    unhidden_seconds,
 )
 from meshplan.cost.profile import Profile, profile_of_plan, without
+from meshplan.cost.simulate import simulate
 from meshplan.cost.step import Array, Terms, terms
 from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.hardware import Cluster
 from meshplan.layout.mesh import order_of
 from meshplan.layout.schedules import SCHEDULES
-from meshplan.memory.analytic.microbatches import loss_chunks_of, refusals, styled_of
+from meshplan.memory.analytic.microbatches import (
+    loss_chunks_of,
+    refusals,
+    saves_of,
+    styled_of,
+)
 from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
 from meshplan.planner.space.ep import LENDER
-from meshplan.planner.tables.build import cost_table_of
-from meshplan.planner.tables.cost_table import CostTable, weights
+from meshplan.planner.tables.cost_table import weights
 from meshplan.planner.tables.memory_bounds import element_bytes_of
-
-_SCHEDULES = SCHEDULE_WORDS[1:]
+from meshplan.spec.spec import PRODUCTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,36 @@ class BlockCost:
     backward_s: float
     exposed_s: float
     update_s: float
+
+
+class _UnitSettings(NamedTuple):
+    """How FSDP2 gathers the parameters of a place.
+
+    Attributes:
+        is_awaited: If True, nothing hides the gathers and reductions.
+        reshard_ranks: Ranks over which parameters are resharded after forward; None for those that
+            store them.
+    """
+
+    is_awaited: bool
+    reshard_ranks: int | None
+
+
+class _Place(NamedTuple):
+    """The seconds of one microbatch in a block, or in the modules before or after the blocks.
+
+    Attributes:
+        stage: The pipeline stage, 0 without a pipeline.
+        forward_s: Seconds of the forward.
+        seconds: Seconds of forward and backward, and of what is done once per step divided by the
+            number of microbatches.
+        compute_s: The part of `seconds` without communication and recomputation.
+    """
+
+    stage: int
+    forward_s: float
+    seconds: float
+    compute_s: float
 
 
 class Costed:
@@ -84,7 +123,7 @@ class Costed:
     ) -> None:
         self.plan, self.cluster, self._run = plan, cluster, chain
         refused = list(refusals(plan)) or list(_not_read(plan)) if chain is None else []
-        if problems := refused or list(unpriced(plan, is_run=chain is not None)):
+        if problems := refused or list(unpriced(plan)):
             raise PlanError(problems)
         self._dtype = next(
             p.info.dtype for p in plan.assignment.tensors.values() if not p.info.is_buffer
@@ -115,15 +154,41 @@ class Costed:
             ep=plan.mesh.size("ep"),
             styled=styled_of(plan) if tp > 1 else None,
             loss_chunks=loss_chunks_of(plan),
+            saves={n: kept for n, kept in saves_of(plan).items() if kept != frozenset(PRODUCTS)},
         )
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of one step of the plan."""
-        table = self._cost_table
-        stages = self._by_stage(table)
-        a, b = (float(each[0]) for each in weights(self.row))
-        return a * max(stages) + b * sum(stages) + float(table.once_s[0])
+        """Seconds of one step of the plan.
+
+        A pipeline whose schedule has no closed form, or whose ranks have unlike stages, is
+        simulated.
+        """
+        stages, places = self.plan.assignment.stages, self._places
+        if stages is None or (stages.schedule in CLOSED_FORMS and not _is_uneven(self.plan)):
+            by_rank = [0.0] * int(self.row["pp"][0])
+            for place in places:
+                by_rank[stages.rank_of(place.stage) if stages else 0] += place.seconds
+            a, b = (float(each[0]) for each in weights(self._one_run))
+            seconds = a * max(by_rank) + b * sum(by_rank)
+            sending = sending_seconds(self._one_run, self._compute_s, self._crossing_s)
+        else:
+            forward_s, backward_s = [0.0] * stages.num, [0.0] * stages.num
+            for place in places:
+                forward_s[place.stage] += place.forward_s
+                backward_s[place.stage] += place.seconds - place.forward_s
+            step = simulate(
+                SCHEDULES[stages.schedule],
+                forward_s,
+                backward_s,
+                ranks=stages.num_ranks,
+                microbatches=stages.microbatches,
+                crossing_s=float(self._crossing_s[0]),
+            )
+            seconds = step.seconds
+            sending = unhidden_seconds(self._one_run, self._compute_s, self._crossing_s)
+        runs = 1 if stages is None else self.plan.accumulate
+        return runs * (seconds + float(sending[0]))
 
     @cached_property
     def phases(self) -> Mapping[str, float] | None:
@@ -149,7 +214,7 @@ class Costed:
         count, chain = int(self.row["microbatches"][0]), self.chain
         sums = np.zeros(3)
         for kind, name in zip(chain.order, chain.names, strict=True):
-            found, option = self._terms(kind, profile), self.option(name)
+            found, option = self._terms(kind, self._unit_of(name), profile), self.option(name)
             forward, backward = found.forward_s[0, option], found.backward_s[0, option]
             last = count * backward + found.ends_s[0, option]
             sums += (count * forward, last, found.update_s[0])
@@ -163,32 +228,46 @@ class Costed:
         return samples * (self.plan.spec.batch.seq_len or 0)
 
     @cached_property
-    def _cost_table(self) -> CostTable:
-        return cost_table_of(
-            self.row,
-            lambda *cut: self.chain,
-            profile=self.profile,
-            gpus_per_node=self.cluster.gpus_per_node,
-            precision=self.plan.spec.precision,
-            dtype=self._dtype,
-            sizes=element_bytes_of(self.plan),
-            recompute=tuple(range(len(RECOMPUTE))),
-            reshard=(0, 1),
-            pins={},
-            exchanges=self._exchanges,
-            order=order_of(self.plan.mesh.sizes),
-        )
+    def _places(self) -> tuple[_Place, ...]:
+        stages, chain = self.plan.assignment.stages, self.chain
+        last = max((place for place, name in enumerate(chain.names) if name), default=0)
+        known: dict[tuple[int, _UnitSettings], Terms] = {}
+        out, stage = [], 0
+        for place, (kind, name) in enumerate(zip(chain.order, chain.names, strict=True)):
+            if stages is not None and (name or place > last):
+                stage = _stage_of(self.plan, name) if name else stages.num - 1
+            key = kind, self._unit_of(name)
+            if key not in known:
+                known[key] = self._terms(*key)
+            found, option = known[key], self.option(name)
+            forward_s, backward_s, update_s = self._part(found, option)
+            seconds = forward_s + backward_s + update_s / int(self.row["microbatches"][0])
+            out.append(_Place(stage, forward_s, seconds, float(found.compute_s[0])))
+        return tuple(out)
 
-    def _by_stage(self, table: CostTable) -> list[float]:
-        """Return the seconds of a microbatch, forward and backward, on each pipeline rank."""
-        stages = self.plan.assignment.stages
-        out = [0.0] * int(self.row["pp"][0])
-        at = 0
-        for kind, name in zip(table.order, table.names, strict=True):
-            if stages is not None and name:
-                at = stages.rank_of(_stage_of(self.plan, name))
-            out[at] += float(table.seconds[0, kind, self.option(name)])
-        return out
+    @cached_property
+    def _one_run(self) -> Array:
+        """The plan as a grid, with the microbatches of one run of its pipeline."""
+        row, stages = self.row.copy(), self.plan.assignment.stages
+        if stages is not None:
+            row["microbatches"] = stages.microbatches
+        return row
+
+    @cached_property
+    def _compute_s(self) -> Array:
+        """Seconds of computation of a microbatch in all places together, of shape [1]."""
+        return np.array([sum(place.compute_s for place in self._places)])
+
+    @cached_property
+    def _crossing_s(self) -> Array:
+        """Seconds to send one microbatch to the next stage, of shape [1]."""
+        return crossing_seconds(
+            self.row,
+            max(kind.boundary_bytes for kind in self.chain.kinds),
+            self.profile,
+            self.cluster.gpus_per_node,
+            order_of(self.plan.mesh.sizes),
+        )
 
     def option(self, name: str) -> int:
         """Return the option of a block, as an index into `cost.grid.OPTIONS`.
@@ -204,12 +283,12 @@ class Costed:
         Args:
             name: Fqn of the block; "" for all modules outside the blocks together.
         """
-        option = self.option(name)
+        option, unit = self.option(name), self._unit_of(name)
         chain = self.chain
         kinds = [k for k, other in zip(chain.order, chain.names, strict=True) if other == name]
-        parts = [self._part(self._terms(k, self.profile), option) for k in kinds]
+        parts = [self._part(self._terms(k, unit), option) for k in kinds]
         free = without(self.profile, network=True)
-        alone = [self._part(self._terms(k, free), option) for k in kinds]
+        alone = [self._part(self._terms(k, unit, free), option) for k in kinds]
         forward, backward, update = (sum(p[n] for p in parts) for n in range(3))
         unsent = sum(p[0] + p[1] for p in alone)
         return BlockCost(forward, backward, forward + backward - unsent, update)
@@ -235,17 +314,28 @@ class Costed:
         context = self.plan.assignment.context
         return context is not None and context.attention == "all_to_all"
 
-    def _terms(self, kind: int, profile: Profile) -> Terms:
+    def _terms(self, kind: int, unit: _UnitSettings, profile: Profile | None = None) -> Terms:
+        """Return the seconds of a kind of place; `profile` gives other speeds than the plan's."""
         return terms(
             self.row,
             self.chain.kinds[kind],
-            profile,
+            profile or self.profile,
             self.cluster.gpus_per_node,
             self.plan.spec.precision,
             dtype=self._dtype,
+            is_awaited=unit.is_awaited,
+            reshard_ranks=unit.reshard_ranks,
             exchanges=self._exchanges,
             order=order_of(self.plan.mesh.sizes),
         )
+
+    def _unit_of(self, name: str) -> _UnitSettings:
+        """Return how the parameters of a block, or outside the blocks (""), are gathered."""
+        unit = self.plan.assignment.units.get(name)
+        over = unit.reshard_after_forward if unit is not None else False
+        # Nothing hides the root unit, which also has the parameters of blocks that are no units.
+        is_in_root = not name or (unit is None and MODES[mode_of(self.plan)] == "shard")
+        return _UnitSettings(is_in_root, None if isinstance(over, bool) else over)
 
     def _part(self, found: Terms, option: int) -> tuple[float, float, float]:
         """Return the seconds of one option: (forward, backward, once per step)."""
@@ -277,13 +367,8 @@ def _no_figures(plan: Plan, what: str) -> Problem:
     return Problem(f"the cost model has no figures for {what}", plan.spec.origin(""), fix)
 
 
-def unpriced(plan: Plan, *, is_run: bool) -> Iterator[Problem]:
-    """Yield a problem for each feature of the plan that the cost model has no figures for.
-
-    Args:
-        plan: The plan.
-        is_run: If True, the costs of the blocks were counted as they run, with what they recompute.
-    """
+def unpriced(plan: Plan) -> Iterator[Problem]:
+    """Yield a problem for each feature of the plan that the cost model has no figures for."""
     a, mesh, stages = plan.assignment, plan.mesh, plan.assignment.stages
     mode = MODES[mode_of(plan)]
     # With ep, the units of experts are sharded over the ranks that ep leaves.
@@ -291,7 +376,7 @@ def unpriced(plan: Plan, *, is_run: bool) -> Iterator[Problem]:
     odd_data = (mode == "ddp" and mesh.size("dp_shard") > 1) or (
         mode == "zero1" and mesh.size("dp_replicate") > 1
     )
-    reshards = [u.reshard_after_forward for u in a.units.values()]
+    apart = [block for block in plan.graph.blocks() if block not in a.units]
     blocks = plan.graph.blocks()
     split = stages and {_stages_of_block(plan, block) for block in blocks}
     for is_present, what in (
@@ -301,25 +386,42 @@ def unpriced(plan: Plan, *, is_run: bool) -> Iterator[Problem]:
          "offloaded parameters of single modules"),
         (bool(a.host_activations) and not offload_of(plan) & ACTIVATIONS_ON_HOST,
          "offloaded activations without full recomputation of all blocks"),
-        (any(not isinstance(each, bool) for each in reshards), "resharding over fewer ranks"),
         (len(units) > 1, "units that are not all sharded along the same axes"),
-        (mode == "shard" and not set(blocks) <= set(a.units), "blocks that are not units"),
+        (mode == "shard" and not all(_is_in_root(plan, each) for each in apart),
+         "blocks inside larger units"),
         (odd_data, f"{a.strategy.name} on this mesh"),
-        (not is_run and any(r.policy.save for r in a.recompute.values()),
-         "a list of operations to save"),
-        (stages is not None and plan.accumulate > 1, "gradient accumulation around a pipeline"),
-        (stages is not None and stages.schedule not in _SCHEDULES,
-         f"the schedule {stages.schedule}" if stages is not None else ""),
         (stages is not None and SCHEDULES[stages.schedule].splits_backward
          and any(unit.on_host for unit in a.units.values()),
          "a split backward of offloaded parameters"),
-        (stages is not None and stages.virtual > 1 and _is_uneven(plan),
-         "stages of one rank that differ by more than one block"),
         (bool(split) and max(len(each) for each in split or ()) > 1,
          "stage boundaries inside blocks"),
     ):  # fmt: skip
         if is_present:
             yield _no_figures(plan, what)
+
+
+def unsearched(plan: Plan) -> Iterator[Problem]:
+    """Yield a problem for each feature that `Costed` prices, and the search does not."""
+    a, stages = plan.assignment, plan.assignment.stages
+    is_sharded = MODES[mode_of(plan)] == "shard"
+    over = (unit.reshard_after_forward for unit in a.units.values())
+    for is_present, what in (
+        (is_sharded and not set(plan.graph.blocks()) <= set(a.units), "blocks that are not units"),
+        (any(not isinstance(each, bool) for each in over), "resharding over fewer ranks"),
+        (any(each.policy.save for each in a.recompute.values()), "a list of operations to save"),
+        (stages is not None and plan.accumulate > 1, "gradient accumulation around a pipeline"),
+        (stages is not None and stages.schedule not in CLOSED_FORMS,
+         f"the schedule {stages.schedule}" if stages is not None else ""),
+        (stages is not None and stages.virtual > 1 and _is_uneven(plan),
+         "stages of one rank that differ by more than one block"),
+    ):  # fmt: skip
+        if is_present:
+            yield _no_figures(plan, what)
+
+
+def _is_in_root(plan: Plan, block: str) -> bool:
+    """Return True if no unit but the root has the parameters of a block that is no unit."""
+    return not any(fqn and is_inside(block, fqn) for fqn in plan.assignment.units)
 
 
 def _stages_of_block(plan: Plan, block: str) -> tuple[int, ...]:

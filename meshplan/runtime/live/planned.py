@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from meshplan.runtime.estimate.request import built_without_memory
 from meshplan.runtime.estimate.scale_down import ModelSource, model_source_of
 from meshplan.runtime.live.certify import Certifier
 from meshplan.runtime.live.matches_config import described
+from meshplan.runtime.live.priced import priced_as_stated
 from meshplan.runtime.live.traced import TracedModel
 from meshplan.runtime.trace.sample import with_dtype
 from meshplan.runtime.trace.structure import graph_of
@@ -77,6 +79,11 @@ def request_of_model(
             report=report,
         )
         request = replace(request, graph=found.graph, certify=certifier.of)
+        if source is not None:
+            asked = partial(
+                priced_as_stated, source, request.device, request.limit_bytes, report=report
+            )
+            request = replace(request, price=asked)
         return with_made(request, found.shorter)
     if found:
         report(f"{type(model).__name__} is traced instead of planned from its config: {found}")

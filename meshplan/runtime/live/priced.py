@@ -23,6 +23,7 @@ from meshplan.runtime.base.batch import mapped
 from meshplan.runtime.base.subprocess_pool import run_in_subprocesses
 from meshplan.runtime.estimate.estimate import estimate_by_trace
 from meshplan.runtime.estimate.request import EstimateRequest, decided, decided_of
+from meshplan.runtime.estimate.scale_down import ModelSource
 from meshplan.runtime.fake_step.chain import chain_as_run, check_speed, staged_of
 from meshplan.runtime.fake_step.costs import MicrobatchCosts, watch_rank, with_recompute
 from meshplan.runtime.fake_step.default_loop import loop_of
@@ -31,6 +32,30 @@ from meshplan.spec.spec import Spec
 
 _FEW: Final = 2
 """Samples of the microbatch whose FLOPs are counted; some norms cannot run on a single sample."""
+
+
+def priced_as_stated(
+    source: ModelSource,
+    device: str,
+    limit_bytes: int,
+    spec: Spec,
+    *,
+    report: Callable[[str], None],
+) -> Priced:
+    """Return the memory and the costs of a plan of a model that another process can build.
+
+    Args:
+        source: The source of the model.
+        device: A device name of `layout.hardware`, or "cuda".
+        limit_bytes: Bytes that one device may reserve.
+        spec: The plan, which leaves no field open.
+        report: Called with lines on the progress.
+
+    Raises:
+        SpecError, PlanError: See `priced`.
+    """
+    request = EstimateRequest(spec=spec, source=source, device=device, limit_bytes=limit_bytes)
+    return priced(request, report)
 
 
 def priced(request: EstimateRequest, report: Callable[[str], None]) -> Priced:

@@ -1,0 +1,196 @@
+"""Plans of configs that the planner prices as they are stated, because it cannot search their like.
+
+Which seeded bug would this catch? Seconds of another schedule than the plan's; a pipeline that runs
+twice and is counted once; gathers of the root unit taken to be hidden; what a `save:` list does not
+save counted as saved; the search taking such a plan for a usual one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+
+from meshplan.api import checking
+from meshplan.api.planning import search_plan
+from meshplan.cli.app import main
+from meshplan.cost.profile import without
+from meshplan.cost.simulate import simulate
+from meshplan.errors import PlanError
+from meshplan.layout.schedules import SCHEDULES
+from meshplan.planner.problem.request import cluster_of
+from meshplan.planner.tables import whole_plan
+from meshplan.planner.tables.whole_plan import Costed
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,
+    "intermediate_size": 2816, "num_hidden_layers": 16, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "vocab_size": 8192, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+PIPED = {"mesh": {"pp": 4, "dp_shard": 2}, "strategy": "zero2"}
+SHARDED = {"mesh": {"dp_shard": 8}, "strategy": "full_shard"}
+
+
+def piped(schedule, microbatches=8, **more):
+    return {**PIPED, "pipeline": {"schedule": schedule, "microbatches": microbatches, **more}}
+
+
+STATED = {
+    "ZBV": (piped("ZBVZeroBubble"), "the schedule ZBVZeroBubble"),
+    "DualPipeV": (piped("DualPipeV"), "the schedule DualPipeV"),
+    "breadth first": (piped("LoopedBFS", virtual=2), "the schedule LoopedBFS"),
+    "accumulation": (
+        {**piped("1F1B"), "batch": {"micro": 8, "accumulate": 2, "seq_len": 256}},
+        "gradient accumulation around a pipeline",
+    ),
+    "a list to save": (
+        {**SHARDED, "activation_checkpointing": {"mode": "selective", "save": ["mm"]}},
+        "a list of operations to save",
+    ),
+    "reshard": (
+        {**SHARDED, "rules": [{"match": "model.layers.*", "reshard_after_forward": 2}]},
+        "resharding over fewer ranks",
+    ),
+    "no unit": (
+        {**SHARDED, "rules": [{"match": "model.layers.3", "unit": False}]},
+        "blocks that are not units",
+    ),
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+
+    def written(fields, nodes=1):
+        plan = {
+            "version": 1,
+            "model": {"config": "config.json"},
+            "hardware": {"nodes": nodes, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"},
+            "precision": "bf16-mixed",
+            "batch": {"micro": 8, "accumulate": 1, "seq_len": 256},
+            "activation_checkpointing": "none",
+            **fields,
+        }
+        path = tmp_path / "plan.yaml"
+        path.write_text(json.dumps(plan))
+        return path
+
+    return written
+
+
+def costed(path):
+    plan = checking.decide(path)
+    return Costed(plan, cluster_of(plan.spec, "h100-sxm-80gb"))
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_a_stated_plan_is_priced(name, write, capsys):
+    fields, why = STATED[name]
+    path = write(fields)
+    decision = search_plan(path)
+    assert decision.chosen is not None
+    assert decision.num_configs == 1
+    assert why in decision.rejected[0].why
+    assert decision.chosen.seconds == costed(path).seconds
+    assert math.isfinite(decision.chosen.seconds)
+    found = checking.estimate_memory(path)
+    assert decision.chosen.memory.worst.band == found.worst.band
+    assert main(["plan", "-f", str(path), "-q", "--dry-run"]) == 0
+    assert "the plan as it is stated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_what_is_left_open_needs_a_search(name, write):
+    """The search does not take such a plan for one that it has figures for."""
+    fields, _ = STATED[name]
+    with pytest.raises(PlanError) as error:
+        search_plan(write({**fields, "strategy": "auto"}))
+    assert "priced as it stands" in error.value.problems[0].fix
+
+
+def test_what_does_not_fit_is_said(write):
+    path = write({**piped("ZBVZeroBubble"), "batch": {"micro": 8, "seq_len": 262144}})
+    with pytest.raises(PlanError, match=r"the plan as stated does not fit: .* of 79\.1 GiB"):
+        search_plan(path)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
+def test_a_simulated_step_takes_as_long_as_the_closed_form(schedule, write, monkeypatch):
+    several = {} if schedule in ("GPipe", "1F1B") else {"virtual": 2}
+    path = write(piped(schedule, 16, **several) | {"batch": {"micro": 16, "seq_len": 256}})
+    closed = costed(path).seconds
+    monkeypatch.setattr(whole_plan, "CLOSED_FORMS", frozenset())
+    assert costed(path).seconds == pytest.approx(closed, rel=0.05)
+
+
+def test_a_pipeline_that_runs_twice_takes_twice_as_long(write):
+    once = costed(write(piped("1F1B"))).seconds
+    batch = {"micro": 8, "accumulate": 2, "seq_len": 256}
+    twice = costed(write({**piped("1F1B"), "batch": batch})).seconds
+    batch = {"micro": 16, "accumulate": 1, "seq_len": 256}
+    longer = costed(write({**piped("1F1B", 16), "batch": batch})).seconds
+    # The optimizer steps once, and the second run waits once more for its first microbatch.
+    assert longer < twice < 2 * once
+
+
+def test_the_stages_of_a_v_are_where_the_schedule_has_them(write):
+    """With stages 0 and 7 on the first rank, a slow last stage delays the first rank, too."""
+    found = costed(write(piped("ZBVZeroBubble")))
+    stages = found.plan.assignment.stages
+    assert [stages.rank_of(place.stage) for place in found._places[:2]] == [0, 0]
+    assert stages.rank_of(found._places[-1].stage) == 0
+    assert sum(place.stage == 7 for place in found._places) >= 2
+
+
+def test_the_root_unit_is_waited_for(write):
+    usual = costed(write(SHARDED))
+    rules = [{"match": "model.layers.{3..6}", "unit": False}]
+    rooted = costed(write({**SHARDED, "rules": rules}))
+    assert rooted.seconds > usual.seconds
+    silent = [each.with_profile(without(usual.profile, network=True)) for each in (usual, rooted)]
+    assert silent[0].seconds == pytest.approx(silent[1].seconds, rel=1e-9)
+    three, nine = (rooted.block(f"model.layers.{number}") for number in (3, 9))
+    assert three.exposed_s > nine.exposed_s
+
+
+def test_parameters_are_gathered_from_the_ranks_that_have_them(write):
+    rules = [{"match": "model.layers.*", "reshard_after_forward": 8}]
+    sharded = {"mesh": {"dp_shard": 32}, "strategy": "full_shard"}
+    usual = costed(write(sharded, nodes=4))
+    near = costed(write({**sharded, "rules": rules}, nodes=4))
+    assert near.seconds < usual.seconds
+    one, other = (each.block("model.layers.5") for each in (usual, near))
+    assert other.forward_s == one.forward_s
+    assert other.backward_s < one.backward_s
+
+
+def test_what_a_list_does_not_save_is_computed_again(write):
+    def seconds(recompute):
+        return costed(write({**SHARDED, "activation_checkpointing": recompute})).seconds
+
+    default = seconds("selective")
+    listed = seconds({"mode": "selective", "save": ["mm", "bmm", "conv", "sdpa"]})
+    products = seconds({"mode": "selective", "save": ["mm"]})
+    attention = seconds({"mode": "selective", "save": ["sdpa"]})
+    assert listed == default
+    assert default < products < attention < seconds("full")
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
+def test_a_v_takes_as_long_as_the_schedule_that_is_searched(schedule):
+    """The reason why the planner does not search them."""
+    for ranks, rounds, ratio, crossing_s in itertools.product(
+        (2, 4, 8, 16), (2, 3, 8), (1.8, 2.0, 2.2), (0.0, 0.02)
+    ):
+        step, searched = (
+            simulate(
+                SCHEDULES[name], [1.0] * 2 * ranks, [ratio] * 2 * ranks, ranks=ranks,
+                microbatches=rounds * ranks, crossing_s=crossing_s,
+            ).seconds
+            for name in (schedule, "InterleavedZeroBubble")
+        )  # fmt: skip
+        assert step >= 0.99 * searched
