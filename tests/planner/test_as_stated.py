@@ -13,7 +13,7 @@ import math
 
 import pytest
 
-from meshplan.api import checking
+from meshplan.api import checking, planning
 from meshplan.api.planning import search_plan
 from meshplan.cli.app import main
 from meshplan.cost.profile import without
@@ -194,3 +194,36 @@ def test_a_v_takes_as_long_as_the_schedule_that_is_searched(schedule):
             for name in (schedule, "InterleavedZeroBubble")
         )  # fmt: skip
         assert step >= 0.99 * searched
+
+
+def test_other_settings_of_a_stated_plan_are_priced(write, capsys):
+    path = write(piped("ZBVZeroBubble"))
+    decision = search_plan(path)
+
+    def why_not(setting):
+        (found,) = planning.explain(path, ("why-not", setting))
+        return found
+
+    other = why_not("pipeline.schedule=DualPipeV")
+    assert other.base_s == decision.chosen.seconds
+    assert other.seconds == costed(write(piped("DualPipeV"))).seconds
+    path = write(piped("ZBVZeroBubble"))
+    assert why_not("pipeline.schedule=ZBVZeroBubble").is_planned
+    searched = why_not("pipeline.schedule=Interleaved1F1B")
+    assert searched.evaluated.plan.assignment.stages.schedule == "Interleaved1F1B"
+    assert "16 devices" in why_not("mesh.tp=2").why
+    assert "a step would have 32 samples, not 16" in why_not("batch.micro=16").why
+    assert main(["explain", "-f", str(path), "why", "mesh"]) == 2
+    assert "ask why-not mesh.pp=VALUE" in capsys.readouterr().err
+    assert main(["draw", "-f", str(path), "--what", "ladder", "-o", f"{path.parent}/l.svg"]) == 2
+    assert "only the plan as it is stated was priced" in capsys.readouterr().err
+
+
+def test_a_setting_with_which_a_stated_plan_does_not_fit(write):
+    fields, _ = STATED["reshard"]
+    batch = {"micro": 8, "accumulate": 1, "seq_len": 16384}
+    path = write({**fields, "activation_checkpointing": "full", "batch": batch})
+    (found,) = planning.explain(path, ("why-not", "activation_checkpointing=none"))
+    assert found.base_s is not None
+    assert found.seconds is None
+    assert found.missing_bytes > 0

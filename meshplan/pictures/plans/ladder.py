@@ -73,9 +73,14 @@ def ladder(decision: Decision) -> LadderFacts:
     """Return the facts of the picture for a search.
 
     Raises:
-        PlanError: No plan was found that fits.
+        PlanError: No plan was found that fits, or only the stated plan was priced.
     """
     found = decision.ladder
+    if found is None and decision.chosen is not None:
+        why = decision.rejected[0].why
+        what = f"a ladder is of a search, and only the plan as it is stated was priced: {why}"
+        fix = "see meshplan draw --what gantt for where the seconds of a step go"
+        raise PlanError(Problem(what, None, fix))
     if found is None or decision.chosen is None:
         what = "there is no step to compare with its limits: no plan was found that fits"
         raise PlanError(Problem(what, None, "allow more memory, more devices, or more time"))

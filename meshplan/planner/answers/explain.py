@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from meshplan.errors import Origin, PlanError, Problem, SpecError
+from meshplan.errors import MeshplanError, Origin, PlanError, Problem, SpecError
 from meshplan.planner.answers.settings import (
     READ_AGAIN,
     STATED,
@@ -27,16 +27,17 @@ from meshplan.planner.answers.settings import (
     no_mesh,
     settings_of,
 )
-from meshplan.planner.objectives.answer import smallest_of
+from meshplan.planner.objectives.answer import answer, smallest_of
 from meshplan.planner.objectives.balanced import balance
 from meshplan.planner.objectives.fastest import fastest_of
 from meshplan.planner.objectives.memory import least_rows
 from meshplan.planner.objectives.num_devices import cheapest, with_nodes
 from meshplan.planner.objectives.offload_variants import fastest_that_fits
+from meshplan.planner.objectives.priced import is_priced, price
 from meshplan.planner.problem.decision import Decision, Evaluated, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate, ConfigSolver
-from meshplan.planner.space.space import EmptySpaceError, Freedom
+from meshplan.planner.space.space import EmptySpaceError, Freedom, UnsearchedError
 from meshplan.planner.tables.cost_table import memory_bounds
 from meshplan.shown import shown
 
@@ -150,9 +151,15 @@ class Asker:
     @cached_property
     def decision(self) -> Decision:
         """The planner's decision without any setting fixed."""
+        if self._is_priced:
+            return price(self._request)
         if self._is_about_memory:
             return smallest_of(self._problem)
         return fastest_of(self._problem)
+
+    @cached_property
+    def _is_priced(self) -> bool:
+        return is_priced(self._request)
 
     @property
     def _is_about_memory(self) -> bool:
@@ -170,9 +177,14 @@ class Asker:
             path: The field, such as "mesh.tp"; or a word for several, such as "mesh".
 
         Raises:
-            SpecError: The planner does not choose this field.
+            SpecError: The planner does not choose this field, or searches no plans like this one.
         """
         first, *others = fields_of(path)
+        if self._is_priced:
+            why = self.decision.rejected[0].why
+            what = f"only the plan as it is stated is priced, and no other values of {first}: {why}"
+            fix = f"ask why-not {first}=VALUE, which prices the plan with that value"
+            raise SpecError(Problem(what, Origin(path), fix))
         if others:
             return [setting for field in (first, *others) for setting in self.settings(field)]
         path = first
@@ -205,6 +217,8 @@ class Asker:
             what = f"why-not needs a value of {path}"
             fix = f"ask why-not {path}=VALUE, or why {path} for all values"
             raise SpecError(Problem(what, Origin(path), fix))
+        if self._is_priced:
+            return self._as_stated(setting)
         if path in (*READ_AGAIN, *STATED):
             return self._stated(setting)
         if path in self._problem.spec.origins and path == "sequence_parallel":
@@ -222,11 +236,38 @@ class Asker:
             f"searching {len(grid):,} of {num_rows:,} configurations: those with {setting}"
         )
         plan = self.decision.chosen
-        answer = self._beside(setting, problem)
+        found = self._beside(setting, problem)
         if plan is None:
-            return answer
+            return found
         return replace(
-            answer, is_planned=has(plan, path, text), num_with=blocks_with(plan, path, text)
+            found, is_planned=has(plan, path, text), num_with=blocks_with(plan, path, text)
+        )
+
+    def _as_stated(self, setting: str) -> WhyNot:
+        """Price the stated plan with a setting added, or search if that leaves something open."""
+        read, base = self._request.read, self.decision.chosen
+        assert base is not None
+        beside = WhyNot(
+            setting=setting, base_s=base.seconds, plan=base, is_left=True,
+            objective=self._request.objective,
+        )  # fmt: skip
+        try:
+            found = answer(replace(self._request, read=lambda more: read([setting, *more])))
+        except UnsearchedError as error:
+            return replace(beside, missing_bytes=error.missing_bytes)
+        except MeshplanError as error:
+            return replace(beside, why=error.problems[0].what)
+        if found.samples != self.decision.samples:
+            why = f"a step would have {found.samples:,} samples, not {self.decision.samples:,}"
+            return replace(beside, why=why)
+        if (evaluated := found.chosen) is None:
+            return replace(beside, is_whole=found.is_whole)
+        return replace(
+            beside,
+            seconds=evaluated.seconds,
+            evaluated=evaluated,
+            is_planned=evaluated.plan.digest() == base.plan.digest(),
+            is_whole=found.is_whole,
         )
 
     def _stated(self, setting: str) -> WhyNot:

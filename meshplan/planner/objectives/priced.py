@@ -137,10 +137,11 @@ def price(request: PlanRequest, report: Callable[[str], None] = lambda text: Non
     plan = found.plan
     costed = Costed(plan, request.cluster, request.profile, found.chain)
     evaluated = Evaluated(stated={}, seconds=costed.seconds, plan=plan, memory=found.memory)
-    over = ""
+    over, missing = "", None
     if not found.memory.fits:
-        left = left_in_words(found.memory.worst.band[1], found.memory.limit_bytes)
-        over = f"{found.memory.size}: {left}"
+        most = found.memory.worst.band[1]
+        over = f"{found.memory.size}: {left_in_words(most, found.memory.limit_bytes)}"
+        missing = most - request.limit_bytes
     elif found.chain is None:
         certified = certify_plan(request, evaluated)
         evaluated, over = (evaluated, OVER) if certified is None else (certified, "")
@@ -150,7 +151,7 @@ def price(request: PlanRequest, report: Callable[[str], None] = lambda text: Non
             "see meshplan estimate --fixes for the effect of each change; no other plan is searched"
         )
         problem = Problem(what, spec.origin("mesh"), fix)
-        raise UnsearchedError(problem, (Rejected("other plans", why),))
+        raise UnsearchedError(problem, (Rejected("other plans", why),), missing)
     samples = (plan.micro or 0) * plan.accumulate * plan.num_data_ranks
     flops = found.flops * samples
     return Decision(

@@ -55,7 +55,17 @@ class EmptySpaceError(PlanError):
 
 
 class UnsearchedError(EmptySpaceError):
-    """The stated plan does not fit, and the planner cannot search others."""
+    """The stated plan does not fit, and the planner cannot search others.
+
+    Attributes:
+        missing_bytes: Bytes by which the plan exceeds the limit; None if they are not known.
+    """
+
+    def __init__(
+        self, problem: Problem, rejected: tuple[Rejected, ...], missing_bytes: int | None = None
+    ) -> None:
+        super().__init__(problem, rejected)
+        self.missing_bytes = missing_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

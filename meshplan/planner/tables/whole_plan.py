@@ -416,7 +416,7 @@ def unsearched(plan: Plan) -> Iterator[Problem]:
          "stages of one rank that differ by more than one block"),
     ):  # fmt: skip
         if is_present:
-            yield _no_figures(plan, what)
+            yield Problem(f"the planner does not search plans with {what}", plan.spec.origin(""))
 
 
 def _is_in_root(plan: Plan, block: str) -> bool:
