@@ -7,9 +7,11 @@ one kind.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Final
 
 from meshplan.cost.reading import Reading, TapeSection, is_chosen
 from meshplan.cost.tallies import sent, tally
@@ -19,13 +21,16 @@ from meshplan.cost.types import Chain as Chain
 from meshplan.cost.types import Sent as Sent
 from meshplan.cost.types import Tally as Tally
 from meshplan.errors import PlanError, Problem
+from meshplan.layout.optimizers import product_flops
 from meshplan.memory.decoder.experts import Spread
 from meshplan.memory.decoder.microbatch import MicrobatchSpec, tape_of
 from meshplan.memory.decoder.sizes import shape_of
 from meshplan.memory.decoder.tp_ops import TpPlanOnTape
 from meshplan.memory.tape.tape import Tape, TapeOp
-from meshplan.model.graph import ModelGraph
+from meshplan.model.graph import ModelGraph, is_inside
 
+_BEFORE: Final = "(before)"
+_AFTER: Final = "(after)"
 Triple = tuple[float, float, float]
 """One number for each kind of recomputation, by index into `grid.RECOMPUTE`."""
 
@@ -105,6 +110,31 @@ def chain_of(
         element_bytes=element_bytes,
         block_keys=block_keys,
     )
+
+
+def with_optimizer(chain: Chain, graph: ModelGraph, optimizer: str) -> Chain:
+    """Return a chain with the FLOPs of the optimizer's matrix products.
+
+    Args:
+        chain: The chain.
+        graph: The model.
+        optimizer: The optimizer's name in a plan. Only Muon's step multiplies matrices.
+    """
+    if not product_flops(optimizer, (1, 1)):
+        return chain
+    blocks, flops, at = graph.blocks(), Counter[str](), _BEFORE
+    for info in graph.parameters:
+        block = next((each for each in blocks if is_inside(info.fqn, each)), "")
+        at = block or (_BEFORE if at == _BEFORE else _AFTER)
+        flops[at] += product_flops(optimizer, info.shape) * info.trainable
+    kinds: dict[Kind, int] = {}
+    order, at = [], _BEFORE
+    for number, name in zip(chain.order, chain.names, strict=True):
+        at = name or (_BEFORE if at == _BEFORE else _AFTER)
+        # Several places may be outside the blocks: the first of them stands for all.
+        kind = replace(chain.kinds[number], step_flops=float(flops.pop(at, 0)))
+        order.append(kinds.setdefault(kind, len(kinds)))
+    return replace(chain, kinds=tuple(kinds), order=tuple(order))
 
 
 def chain_of_tapes(

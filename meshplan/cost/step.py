@@ -471,7 +471,11 @@ class Rows:
         return np.where((group.per_node == 1) & (group.nodes > 1), alone, usual)
 
     def update(self, kind: BlockKind) -> Array:
-        """Return the seconds per step in which the optimizer updates a block."""
+        """Return the seconds per step in which the optimizer updates a block.
+
+        Assumes: an optimizer with matrix products (Muon) has whole parameters, and multiplies as
+        fast as the model does.
+        """
         local_numel = np.where(self.mode == _DDP, float(sum(kind.numels)), share(self.grid, kind))
         widths = self.widths
         moved = local_numel * (widths.stored * self.profile.optimizer_bytes + widths.unscaling)
@@ -479,7 +483,8 @@ class Rows:
         if self.offloads:
             own = host_rate(self.grid, self.profile, self._per_node)
             rate = np.where(has_params_on_host(self.grid), own, rate)
-        return np.asarray(moved / rate)
+        products = kind.step_flops / (self.profile.efficiency * self.profile.peak_flops)
+        return np.asarray(moved / rate + products)
 
     def crossing(self, kind: BlockKind) -> OffloadSeconds:
         """Return the seconds in which a block is offloaded."""

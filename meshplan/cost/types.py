@@ -100,6 +100,8 @@ class BlockKind:
         exchanged_bytes: Bytes of queries, keys, values and the output of attention, for one sample.
         scores_flops: FLOPs in `forward.flops` that grow with the square of the sequence length.
         frozen: Elements in `numels` that get no gradient.
+        step_flops: FLOPs of the matrix products with which the optimizer steps on the whole
+            parameters, once per step.
     """
 
     name: str
@@ -120,6 +122,7 @@ class BlockKind:
     expert_numel: int = 0
     num_experts: int = 0
     frozen: int = 0
+    step_flops: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

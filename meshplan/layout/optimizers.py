@@ -1,7 +1,7 @@
-"""Bytes of the state of Adafactor, Muon and 8-bit AdamW, which depends on the parameter's shape.
+"""What optimizers need beyond a fixed number of tensors of the parameter's shape.
 
-All other optimizers keep a fixed number of tensors of the parameter's shape, which
-`spec.OPTIMIZER_STATES` counts.
+The state of Adafactor, Muon and 8-bit AdamW depends on the shape; `spec.OPTIMIZER_STATES` counts
+the tensors of all others. Muon's step multiplies matrices.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from meshplan.shown import shown
 STATES_FROM_START: Final = frozenset({"adagrad"})
 """Optimizers that make their states when they are constructed. All others make them in their first
 step. Source: torch 2.13, optim/adagrad.py, `Adagrad.__init__`."""
+
+ITERATIONS: Final = 5
+"""Newton-Schulz iterations of Muon's step. Source: torch 2.13, optim/_muon.py, `DEFAULT_NS_STEPS`.
+"""
 
 _Bytes = Callable[[tuple[int, ...], int, int], int]
 _COUNTER: Final = 4
@@ -102,6 +106,28 @@ SHAPED_STATES: Final[Mapping[str, _Bytes]] = MappingProxyType(
     {word: _bytes_of(tensors) for word, tensors in SHAPED_TENSORS.items()}
 )
 """The functions of `SHAPED_TENSORS`, with the total bytes of state as their result."""
+
+
+def product_flops(word: str, shape: tuple[int, ...]) -> int:
+    """Return the FLOPs of the matrix products with which an optimizer steps on a whole parameter.
+
+    Only Muon's step has any: of a matrix of a rows and b >= a columns, an iteration makes X X^T,
+    its square, and their product with X.
+
+    Args:
+        word: The optimizer's name in a plan.
+        shape: Shape of the whole parameter.
+
+    Source: torch 2.13, optim/_muon.py, `_zeropower_via_newtonschulz`.
+
+    >>> product_flops("muon", (2, 3)), product_flops("adamw", (2, 3))
+    (320, 0)
+    """
+    if word != "muon" or len(shape) != 2:
+        return 0
+    rows, columns = sorted(shape)
+    return ITERATIONS * (4 * rows * rows * columns + 2 * rows**3)
+
 
 CALLED: Final[Mapping[str, str]] = MappingProxyType(
     {

@@ -227,3 +227,32 @@ def test_a_setting_with_which_a_stated_plan_does_not_fit(write):
     assert found.base_s is not None
     assert found.seconds is None
     assert found.missing_bytes > 0
+
+
+DDP = {"mesh": {"dp_replicate": 8}, "strategy": "ddp", "precision": "bf16-true"}
+
+
+def test_the_products_of_muons_step_take_time(write):
+    plain, muon = (costed(write({**DDP, "optimizer": word})) for word in ("adamw", "muon"))
+    plan = muon.plan
+    # Of a matrix of a rows and b >= a columns: X X^T, its square, and their product with X.
+    shapes = [info.shape for info in plan.graph.parameters if len(info.shape) == 2]
+    flops = sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in shapes)
+    speed = muon.profile.peak_flops * muon.profile.efficiency
+    assert muon.seconds - plain.seconds == pytest.approx(flops / speed, rel=1e-6)
+    assert muon.phases["optimizer"] - plain.phases["optimizer"] == pytest.approx(flops / speed)
+    decision = search_plan(write({**DDP, "optimizer": "muon", "strategy": "auto"}))
+    assert decision.chosen.seconds == pytest.approx(muon.seconds, rel=1e-9)
+    # Of a pipeline, each rank steps on the matrices of its stages.
+    fields = {**DDP, "mesh": {"pp": 2, "dp_replicate": 4}}
+    apart = [
+        costed(write({**fields, "optimizer": word, "pipeline": {"microbatches": 8}})).seconds
+        for word in ("adamw", "muon")
+    ]
+    assert 0.4 < (apart[1] - apart[0]) / (flops / speed) < 0.7
+
+
+def test_muons_step_on_shards_has_no_seconds(write):
+    path = write({**SHARDED, "optimizer": "muon"})
+    with pytest.raises(PlanError, match="the products of Muon's step on sharded parameters"):
+        costed(path)

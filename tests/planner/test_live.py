@@ -432,7 +432,7 @@ def test_ddp_in_one_dtype_is_planned(mesh, strategy, precision, tmp_path):
         ("tests.helpers.estimated:asking", {"input": None, "batch": {"seq_len": 16}},
          "aten._local_scalar_dense.default"),
         ("tests.helpers.planned:Alone", {"input": None}, "the plan states no input for Alone"),
-        ("tests.helpers.planned:Alone", {"optimizer": "muon"}, "on sharded parameters"),
+        ("tests.helpers.planned:Alone", {"optimizer": "muon"}, "on DTensors"),
         ("tests.helpers.planned:Alone", {"activation_checkpointing": "selective"}, "selective"),
         ("tests.helpers.planned:Alone", {"batch": {"global": None}}, "no samples per step"),
         ("tests.helpers.planned:Convolves",

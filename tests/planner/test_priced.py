@@ -54,7 +54,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "mesh": {"dp_shard": 4}, "strategy": "full_shard",
         "activation_checkpointing": {"mode": "selective", "save": ["mm"]},
     },
-    "muon": {"mesh": {"dp_shard": 4}, "strategy": "full_shard", "optimizer": "muon"},
+    "muon": {"mesh": {"dp_replicate": 4}, "strategy": "ddp", "optimizer": "muon"},
     "ddp": {"mesh": {"dp_replicate": 4}, "strategy": "ddp"},
     "compiled": {"mesh": {"dp_shard": 4}, "strategy": "full_shard", "compile": True},
     "full_shard": {"mesh": {"dp_shard": 4}, "strategy": "full_shard"},

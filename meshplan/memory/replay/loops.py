@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from meshplan.layout.optimizers import ITERATIONS
 from meshplan.memory.log.events import Term
 from meshplan.memory.replay.writer import LogWriter
 
 _BF16: Final = 2
-_ITERATIONS: Final = 5
-"""Number of Newton-Schulz iterations. Source: torch 2.13, optim/_muon.py, `DEFAULT_NS_STEPS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ def _muon(loop: FrameLocals, param: Stepped) -> None:
     else:
         loop.let("ortho_grad", loop.make(numel * _BF16))
     loop.free(loop.make(_BF16), loop.make(_BF16))  # The norm, and the norm clamped from below.
-    for _ in range(_ITERATIONS):
+    for _ in range(ITERATIONS):
         for name in ("gram_matrix", "gram_update"):
             loop.let(name, loop.make(least * least * _BF16))
         loop.let("ortho_grad", loop.make(numel * _BF16))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from meshplan.cost.chain import chain_of
+from meshplan.cost.chain import chain_of, with_optimizer
 from meshplan.cost.grid import ProgramKey
 from meshplan.cost.types import Chain
 from meshplan.memory.analytic.microbatches import loss_chunks_of, styled_of
@@ -87,7 +87,8 @@ class Chains:
             cuts, cuts_loss = self._cuts(tp) if tp > 1 else (False, False)
             sizes = {"tp": tp, "pp": 2} if stage_samples else {"tp": tp}
             trial = with_axes(self._spec, sizes, sequence_parallel=cuts, loss_parallel=cuts_loss)
-            return self._traced.chain(trial, stage_samples)
+            found = self._traced.chain(trial, stage_samples)
+            return with_optimizer(found, self._graph, self._spec.optimizer)
         stated = self._spec.loss_chunks
         usual = stated if isinstance(stated, int) else 1
         key = self._key(ProgramKey(tp, ep, loss_chunks or usual))
@@ -137,7 +138,7 @@ class Chains:
         return self._read_before[key]
 
     def _chain_of(self, plan: Plan, ep: int, length: int, tp: int) -> Chain:
-        return chain_of(
+        found = chain_of(
             self._graph,
             seq_len=length,
             element_bytes=self._element_bytes(),
@@ -146,3 +147,4 @@ class Chains:
             styled=styled_of(plan) if tp > 1 else None,
             loss_chunks=loss_chunks_of(plan),
         )
+        return with_optimizer(found, self._graph, self._spec.optimizer)

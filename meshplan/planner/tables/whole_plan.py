@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshplan.cost.chain import chain_of
+from meshplan.cost.chain import chain_of, with_optimizer
 from meshplan.cost.config import mode_of, offload_of, option_of, plan_as_config
 from meshplan.cost.grid import (
     ACTIVATIONS_ON_HOST,
@@ -31,6 +31,7 @@ from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.hardware import Cluster
 from meshplan.layout.mesh import order_of
+from meshplan.layout.optimizers import product_flops
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.memory.analytic.microbatches import (
     loss_chunks_of,
@@ -141,8 +142,11 @@ class Costed:
     @cached_property
     def chain(self) -> Chain:
         """The chain of block costs of one tp rank."""
-        if self._run is not None:
-            return self._run
+        plan = self.plan
+        return with_optimizer(self._run or self._of_config(), plan.graph, plan.spec.optimizer)
+
+    def _of_config(self) -> Chain:
+        """Return the chain that the model's config gives."""
         plan = self.plan
         length, tp = plan.spec.batch.seq_len, plan.mesh.size("tp")
         assert length is not None
@@ -390,6 +394,9 @@ def unpriced(plan: Plan) -> Iterator[Problem]:
         (mode == "shard" and not all(_is_in_root(plan, each) for each in apart),
          "blocks inside larger units"),
         (odd_data, f"{a.strategy.name} on this mesh"),
+        (bool(product_flops(plan.spec.optimizer, (1, 1)))
+         and any(placed.stored.axes for placed in a.tensors.values()),
+         "the products of Muon's step on sharded parameters"),
         (stages is not None and SCHEDULES[stages.schedule].splits_backward
          and any(unit.on_host for unit in a.units.values()),
          "a split backward of offloaded parameters"),

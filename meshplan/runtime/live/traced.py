@@ -26,7 +26,11 @@ from meshplan.memory.answer.rank_classes import equal_ranks
 from meshplan.memory.answer.reserved import ReplayCache, ReservedLog
 from meshplan.memory.log.events import EventLog
 from meshplan.memory.replay import Prepared
-from meshplan.memory.replay.optimizer import OF_WHOLE_TENSORS, check_optimizer
+from meshplan.memory.replay.optimizer import (
+    OF_WHOLE_TENSORS,
+    check_optimizer,
+    shards_parameters,
+)
 from meshplan.memory.replay.step import composed_log
 from meshplan.model.graph import ModelGraph
 from meshplan.model.rehearsal import Rehearse
@@ -98,10 +102,21 @@ class TracedModel:
         choices = TracedChoices.of(spec)
         if why:
             return why
+        if spec.optimizer in OF_WHOLE_TENSORS and self._has_dtensors(spec):
+            return f"the optimizer {spec.optimizer} on DTensors {_AS_STATED}"
         if choices.tp > 1 and choices not in self._why_not:
             self._why_not[choices] = self._why_no_tp(spec)
         why = self._why_not.get(choices, "")
         return why or (self._why_no_stages(spec) if _spreads(spec, "pp") else "")
+
+    def _has_dtensors(self, spec: Spec) -> bool:
+        """Return True if a plan with a stated mesh shards parameters, or FSDP2 manages them."""
+        if not isinstance(spec.mesh, Mapping):
+            return False
+        try:
+            return shards_parameters(self.decide(spec).assignment)
+        except PlanError:
+            return False
 
     def _why_no_stages(self, spec: Spec) -> str:
         """Return why plans with this pp cannot be searched; "" if they can."""
@@ -360,8 +375,6 @@ def _unsearched(spec: Spec) -> Iterator[str]:
         for rule in spec.rules
         if rule.activation_checkpointing is not None
     }
-    if spec.optimizer in OF_WHOLE_TENSORS and (_spreads(spec, "dp_shard") or _spreads(spec, "tp")):
-        yield f"the optimizer {spec.optimizer} on sharded parameters {_AS_STATED}"
     if stated_offloads(spec)[0] or any(rule.offload for rule in spec.rules):
         yield f"offload {_AS_STATED}"
     if spec.sync_batchnorm:
