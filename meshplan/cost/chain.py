@@ -29,8 +29,8 @@ from meshplan.memory.decoder.tp_ops import TpPlanOnTape
 from meshplan.memory.tape.tape import Tape, TapeOp
 from meshplan.model.graph import ModelGraph, is_inside
 
-_BEFORE: Final = "(before)"
-_AFTER: Final = "(after)"
+BEFORE: Final = "(before the blocks)"
+AFTER: Final = "(after the blocks)"
 Triple = tuple[float, float, float]
 """One number for each kind of recomputation, by index into `grid.RECOMPUTE`."""
 
@@ -122,19 +122,35 @@ def with_optimizer(chain: Chain, graph: ModelGraph, optimizer: str) -> Chain:
     """
     if not product_flops(optimizer, (1, 1)):
         return chain
-    blocks, flops, at = graph.blocks(), Counter[str](), _BEFORE
-    for info in graph.parameters:
-        block = next((each for each in blocks if is_inside(info.fqn, each)), "")
-        at = block or (_BEFORE if at == _BEFORE else _AFTER)
-        flops[at] += product_flops(optimizer, info.shape) * info.trainable
+    flops, tensors = Counter[str](), graph.tensors
+    for fqn, part in parts_of(graph).items():
+        flops[part] += product_flops(optimizer, tensors[fqn].shape) * tensors[fqn].trainable
     kinds: dict[Kind, int] = {}
-    order, at = [], _BEFORE
-    for number, name in zip(chain.order, chain.names, strict=True):
-        at = name or (_BEFORE if at == _BEFORE else _AFTER)
-        # Several places may be outside the blocks: the first of them stands for all.
-        kind = replace(chain.kinds[number], step_flops=float(flops.pop(at, 0)))
+    order = []
+    for number, part in zip(chain.order, parts_of_places(chain), strict=True):
+        # Several places may follow the blocks: the first of them stands for all.
+        kind = replace(chain.kinds[number], step_flops=float(flops.pop(part, 0)))
         order.append(kinds.setdefault(kind, len(kinds)))
     return replace(chain, kinds=tuple(kinds), order=tuple(order))
+
+
+def parts_of(graph: ModelGraph) -> dict[str, str]:
+    """Return {fqn of a parameter: its block, or `BEFORE` or `AFTER` if it is in none}."""
+    blocks, out, part = graph.blocks(), {}, BEFORE
+    for info in graph.parameters:
+        block = next((each for each in blocks if is_inside(info.fqn, each)), "")
+        part = block or (BEFORE if part == BEFORE else AFTER)
+        out[info.fqn] = part
+    return out
+
+
+def parts_of_places(chain: Chain) -> tuple[str, ...]:
+    """Return the part of the model that each place of a chain is, as in `parts_of`."""
+    part, out = BEFORE, []
+    for name in chain.names:
+        part = name or (BEFORE if part == BEFORE else AFTER)
+        out.append(part)
+    return tuple(out)
 
 
 def chain_of_tapes(

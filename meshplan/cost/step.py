@@ -22,21 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from meshplan.cost.collectives import (
-    CollectiveGroup,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    group,
-    group_along,
-    stride_of,
-)
 from meshplan.cost.grid import (
     MODES,
     OPTION_RECOMPUTE,
@@ -44,49 +34,18 @@ from meshplan.cost.grid import (
     OPTIONS,
     in_halves,
 )
-from meshplan.cost.host import OffloadSeconds, crossing, has_params_on_host, host_rate
+from meshplan.cost.host import has_params_on_host
 from meshplan.cost.profile import Profile
-from meshplan.cost.shares import expert_share, share, trained
-from meshplan.cost.types import BlockKind, ElementBytes, Sent, Tally
-from meshplan.layout.dtypes import DTYPE_BYTES
-from meshplan.layout.mesh import AXES, GRADIENT_AXES, SHARD_AXES
-from meshplan.memory.decoder.cp_all_gather import takes_masks
+from meshplan.cost.rows import Array, Rows, UnitPart, widths_of
+from meshplan.cost.shares import trained
+from meshplan.cost.types import BlockKind
+from meshplan.layout.mesh import AXES
 from meshplan.spec.spec import Precision
 from meshplan.wrappers.fsdp import gathers_of_block
-
-Array = NDArray[Any]
 
 _DDP: Final = MODES.index("ddp")
 _ZERO1: Final = MODES.index("zero1")
 _SHARD: Final = MODES.index("shard")
-_CACHED_KV: Final = 2
-"""Collectives of one attention along cp with `all_gather`: keys and values."""
-_MASKED: Final = 2.0
-"""Factor by which attention takes longer in a kernel that reads a mask and skips no masked block.
-
-Source: Dao 2023 (FlashAttention-2), section 4.1: FlashAttention-2 is about twice as fast as
-xformers' kernel, which torch uses for masks where cuDNN does not support them."""
-_EXCHANGED: Final = 4
-"""Collectives of one attention along cp with `all_to_all`: queries, keys, values and output."""
-
-
-def widths_of(precision: Precision, dtype: str = "float32") -> ElementBytes:
-    """Return the bytes per element of parameters and gradients.
-
-    Args:
-        precision: Dtypes by role; a role that is not set has the dtype of the parameters.
-        dtype: Dtype of the model's parameters.
-    """
-    compute = precision.param or dtype
-    stored = DTYPE_BYTES[precision.master or dtype]
-    return ElementBytes(
-        compute=DTYPE_BYTES[compute],
-        reduce=DTYPE_BYTES[precision.reduce or compute],
-        stored=stored,
-        # Passes over the gradient: division (2), absolute value (2), comparison (1), the gradient
-        # itself (2). Then passes over boolean tensors of one byte per element (6).
-        unscaling=7 * stored + 6 if precision.scales_loss else 0,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,22 +76,6 @@ class Terms:
     compute_s: Array
     exposed_tp_s: Array
     host_s: Array
-
-
-def compute_seconds(tally: Tally, samples: Array | float, profile: Profile) -> Array:
-    """Return the seconds of computation by an affine roofline: kernels, products, memory traffic.
-
-    Args:
-        tally: The work.
-        samples: Samples of a microbatch, [configurations].
-        profile: Constants of the device.
-    """
-    others = (tally.flops - tally.attention_flops) / profile.efficiency
-    attention = tally.attention_flops / profile.attention_efficiency
-    flops = samples * (others + attention) / profile.peak_flops
-    read = (samples * tally.product_bytes + tally.weight_bytes) / profile.memory_bytes_per_s
-    moved = samples * tally.moved_bytes / profile.memory_bytes_per_s
-    return np.asarray(tally.kernels * profile.kernel_s + np.maximum(flops, read) + moved)
 
 
 def hidden(
@@ -169,6 +112,7 @@ def terms(
     dtype: str = "float32",
     is_awaited: bool | None = None,
     reshard_ranks: int | None = None,
+    parts: tuple[UnitPart, ...] = (),
     exchanges: bool = False,
     rows: Rows | None = None,
     order: Sequence[str] = AXES,
@@ -186,6 +130,8 @@ def terms(
             means False for blocks, and True for the modules outside blocks.
         reshard_ranks: Neighbouring ranks over which parameters are resharded after forward, and
             from which backward gathers them; None for all ranks that store them.
+        parts: How the block's parameters are sharded, where a plan's rules place some of them
+            otherwise; () for the layout of the mode.
         exchanges: If True, cp exchanges heads (`context.attention: all_to_all`) instead of
             gathering keys and values.
         rows: A `Rows` of the same grid, which calls for several kinds may share; None makes one.
@@ -203,9 +149,9 @@ def terms(
     host = rows.launch
     # The host process launches kernels ahead of the device, so the slower one sets the pace.
     forward = np.maximum(forward_c + forward_t + keys, host(kind.forward, kind.sent_forward))
-    gathered, reduced, summed, whole = rows.data(kind)
+    gathered, reduced, summed, whole = rows.data(kind, parts)
     if kind.frozen:
-        _, reduced, summed, whole = rows.data(trained(kind))
+        _, reduced, summed, whole = rows.data(trained(kind), parts)
     halved = in_halves(grid)
     params_s: Array | float
     params_s, grads_s, exposed_s = rows.crossing(kind) if rows.offloads else (0.0, 0.0, 0.0)
@@ -251,7 +197,7 @@ def terms(
     missing = OPTION_RESHARD[None] & ~is_at_once[:, None]
     missing |= (OPTION_RECOMPUTE[None] > 0) & halved[:, None]
     forward_s, backward_s, ends_s = (np.stack(each, axis=1) for each in (forwards, first, last))
-    update = rows.update(trained(kind)) + after
+    update = rows.update(trained(kind), parts) + after
     once = (ends_s + update[:, None]) / rows.microbatches[:, None]
     seconds = forward_s + backward_s + once
     return Terms(
@@ -264,228 +210,3 @@ def terms(
         exposed_tp_s=forward_t + backward_t + (1 + scatters) * keys,
         host_s=exposed_s + np.where(has_params_on_host(grid), update / rows.microbatches, 0.0),
     )
-
-
-class Rows:
-    """A grid with its groups of ranks, for all kinds of blocks of one tp and ep.
-
-    Methods return seconds per microbatch, [configurations], unless they state something else.
-
-    Args:
-        grid: Configurations of `grid.GRID`.
-        profile: Constants of the device and its links.
-        gpus_per_node: Devices of one node.
-        widths: Bytes per element of parameters and gradients.
-        order: The axes of the mesh, outermost first.
-    """
-
-    def __init__(
-        self,
-        grid: Array,
-        profile: Profile,
-        gpus_per_node: int,
-        widths: ElementBytes,
-        order: Sequence[str] = AXES,
-    ) -> None:
-        self.profile, self.widths = profile, widths
-        cp, shard, replicate = (
-            grid[name].astype(np.float64) for name in ("cp", "dp_shard", "dp_replicate")
-        )
-        along = partial(group_along, grid, order=order, gpus_per_node=gpus_per_node)
-        self.mode, self.microbatches = grid["mode"], grid["microbatches"]
-        # True where a pipeline crosses nodes.
-        self.is_far = (grid["pp"] > 1) & (along(("pp",)).nodes > 1)
-        self.micro = grid["micro"].astype(np.float64)
-        self.samples = self.micro / cp
-        self.shards = shard * cp
-        self.along_tp, self.along_cp = along(("tp",)), along(("cp",))
-        self.along_shards, self.along_replicas = along(SHARD_AXES), along(("dp_replicate",))
-        self.grid, ep = grid, grid["ep"].astype(np.float64)
-        near, lent = partial(group, gpus_per_node=gpus_per_node), stride_of(grid, "dp_shard", order)
-        self.along_ep, self.along_rest = near(ep, lent), near(self.shards / ep, lent * ep)
-        self.has_whole = bool((self.mode == _DDP).any())
-        self.offloads = bool(grid["offload"].any())
-        # True where FSDP2 runs over a single rank, without communication.
-        self.are_alone = (self.mode == _SHARD) & (self.shards * replicate == 1)
-        self._per_node, self._order = gpus_per_node, order
-        self._along = along
-
-    @cached_property
-    def along_all(self) -> CollectiveGroup:
-        """The groups of all data ranks."""
-        return self._along(GRADIENT_AXES)
-
-    def compute(self, tally: Tally) -> Array:
-        """Return the seconds of computation."""
-        return compute_seconds(tally, self.samples, self.profile)
-
-    def compute_masked(self, tally: Tally) -> Array:
-        """Return the seconds of computation if cp gathers keys and values.
-
-        Each rank then has two chunks of the queries, one from each end of the sequence. A chunk
-        attends to all keys up to its own end, which needs a mask, and no kernel skips the masked
-        half of the square on the diagonal.
-
-        Assumes: sequence shards are balanced (`context.balance`).
-        """
-        cp, profile = self.grid["cp"].astype(np.float64), self.profile
-        kernels = 1.0 if takes_masks(profile.device) else _MASKED
-        more = np.where(cp > 1, kernels * (1 + 1 / (2 * cp)) - 1, 0.0)
-        attention = tally.attention_flops / (profile.attention_efficiency * profile.peak_flops)
-        return np.asarray(self.compute(tally) + more * self.samples * attention)
-
-    def launch(self, tally: Tally, sent: Sent) -> Array:
-        """Return the seconds that the host process needs to launch all kernels and collectives."""
-        profile, ranks = self.profile, self.along_tp.ranks
-        waits = ranks * profile.collective_rank_s + self._across()
-        each = profile.collective_s + np.where(self.is_far, waits, 0.0)
-        count = sent.all_reduces + sent.gathers + sent.all_to_alls + sent.statistics
-        return tally.kernels * profile.launch_s + count * each
-
-    def _across(self) -> Array:
-        """Return the seconds that crossing nodes adds to one tp collective of any size."""
-        return np.asarray((self.along_tp.nodes - 1) * self.profile.collective_node_s)
-
-    def sent(self, sent: Sent) -> Array:
-        """Return the seconds of the communication inside a microbatch, which nothing hides."""
-        out = np.zeros_like(self.samples)
-        if sent.all_reduces:
-            num_bytes = self.samples * sent.all_reduce_bytes + sent.all_reduce_once_bytes
-            out = out + all_reduce(num_bytes, self.along_tp, self.profile, sent.all_reduces)
-        if sent.gathers:
-            num_bytes = self.samples * sent.gather_bytes + sent.gather_once_bytes
-            # What forward gathers, backward scatters and the other way round, so of a forward and
-            # its backward one half are reduce-scatters.
-            mean = (1 + self.profile.reduce_scatter_factor) / 2
-            out = out + mean * all_gather(num_bytes, self.along_tp, self.profile, sent.gathers)
-        out = out * self.profile.tp_exposed
-        out = out + (sent.all_reduces + sent.gathers) * self._across()
-        if sent.all_to_alls:
-            num_bytes = self.samples * sent.all_to_all_bytes + sent.all_to_all_once_bytes
-            out = out + all_to_all(num_bytes, self.along_ep, self.profile, sent.all_to_alls)
-        if sent.statistics:
-            num_bytes = np.full_like(self.samples, sent.statistics_bytes)
-            out = out + all_reduce(num_bytes, self.along_all, self.profile, sent.statistics)
-        return np.asarray(out)
-
-    def keys(self, num_bytes: float) -> Array:
-        """Return the seconds to gather keys and values along cp, or to scatter their gradients.
-
-        `num_bytes` is their bytes for one sample.
-        """
-        if not num_bytes:
-            return np.zeros_like(self.samples)
-        return all_gather(self.micro * num_bytes, self.along_cp, self.profile, _CACHED_KV)
-
-    def exchanged(self, num_bytes: float) -> Array:
-        """Return the seconds of the all-to-alls of queries, keys, values and output along cp.
-
-        `num_bytes` is their bytes for one sample.
-        """
-        if not num_bytes:
-            return np.zeros_like(self.samples)
-        sent = self.samples * num_bytes
-        # Tensors are copied before and after the all-to-all; each copy reads and writes once.
-        moved = np.where(self.along_cp.ranks > 1, 4 * sent / self.profile.memory_bytes_per_s, 0.0)
-        return moved + all_to_all(sent, self.along_cp, self.profile, _EXCHANGED)
-
-    def data(self, kind: BlockKind) -> tuple[Array, Array, Array, Array | None]:
-        """Return the seconds of the communication of a block's parameters and gradients, each once.
-
-        Returns:
-            Seconds to gather parameters, to reduce-scatter gradients over shards, to all-reduce
-            these shards over replicas, and to all-reduce unsharded gradients. The last is None if
-            no configuration is of mode "ddp".
-        """
-        profile, widths = self.profile, self.widths
-        numel = np.full_like(self.samples, sum(kind.numels))
-        one, other = self._unit_numel(kind)
-        gathered = all_gather(one * widths.compute, self.along_shards, profile)
-        scatters = profile.reduce_scatter_factor
-        reduced = scatters * all_gather(one * widths.reduce, self.along_shards, profile)
-        reduced = reduced + self._single_rank_copies(one)
-        summed = all_reduce(one * widths.reduce / self.shards, self.along_replicas, profile)
-        if other.any():
-            whole = other * self.along_rest.ranks
-            gathered = gathered + all_gather(whole * widths.compute, self.along_rest, profile)
-            reduced = reduced + scatters * all_gather(
-                whole * widths.reduce, self.along_rest, profile
-            )
-            summed = summed + all_reduce(other * widths.reduce, self.along_replicas, profile)
-        if not self.has_whole:
-            return gathered, reduced, summed, None
-        return gathered, reduced, summed, all_reduce(numel * widths.stored, self.along_all, profile)
-
-    def regathered(self, kind: BlockKind, gathered: Array, ranks: int) -> Array:
-        """Return the seconds to gather parameters that forward resharded over fewer ranks.
-
-        Args:
-            kind: The kind of the block.
-            gathered: Seconds to gather them from all shards (`data`).
-            ranks: Neighbouring ranks that shard the block's unit after forward.
-        """
-        inner = "cp" if (self.grid["cp"] > 1).any() else "dp_shard"
-        stride = stride_of(self.grid, inner, self._order)
-        near = group(np.full_like(self.samples, ranks), stride, self._per_node)
-        num_bytes = self._unit_numel(kind)[0] * self.widths.compute
-        farther = all_gather(num_bytes, self.along_shards, self.profile)
-        return gathered - farther + all_gather(num_bytes, near, self.profile)
-
-    def _unit_numel(self, kind: BlockKind) -> tuple[Array, Array]:
-        """Return a block's parameters as (unsharded elements of its unit, one rank's of experts).
-
-        Without ep, the block's unit has the experts, too, and the second is 0.
-        """
-        experts = expert_share(self.grid, kind)
-        is_apart = (self.grid["ep"] > 1) & (experts > 0)
-        others = float(sum(kind.numels) - kind.expert_numel)
-        own = others + np.where(is_apart, 0.0, experts * self.shards)
-        return own, np.where(is_apart, experts, 0.0)
-
-    def cast(self, kind: BlockKind) -> Array:
-        """Return the seconds of FSDP2's casts and copies over a single rank, in place of gathers.
-
-        Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `wait_for_unshard`.
-        """
-        widths, numel = self.widths, float(sum(kind.numels))
-        casts = 2 * widths.compute if widths.stored != widths.compute else 0
-        moved = numel * (casts + widths.stored + widths.compute)
-        return np.where(self.are_alone, moved / self.profile.memory_bytes_per_s, 0.0)
-
-    def _single_rank_copies(self, numel: Array) -> Array:
-        """Return the seconds of the copies that FSDP2 over a single rank makes instead of reducing.
-
-        It concatenates gradients in their dtype, copies them, and adds them to accumulated ones.
-
-        Source: as above, _fsdp_collectives.py, `foreach_reduce`.
-        """
-        moved = numel * (self.widths.compute + (1 + 2 + 3) * self.widths.reduce)
-        return np.where(self.are_alone, moved / self.profile.memory_bytes_per_s, 0.0)
-
-    def slows(self) -> Array | float:
-        """Return the `Profile.contention` of DDP's all-reduce with the backward that hides it."""
-        usual, alone = self.profile.contention, self.profile.contention_alone
-        if alone is None:
-            return usual
-        group = self.along_all
-        return np.where((group.per_node == 1) & (group.nodes > 1), alone, usual)
-
-    def update(self, kind: BlockKind) -> Array:
-        """Return the seconds per step in which the optimizer updates a block.
-
-        Assumes: an optimizer with matrix products (Muon) has whole parameters, and multiplies as
-        fast as the model does.
-        """
-        local_numel = np.where(self.mode == _DDP, float(sum(kind.numels)), share(self.grid, kind))
-        widths = self.widths
-        moved = local_numel * (widths.stored * self.profile.optimizer_bytes + widths.unscaling)
-        rate: Array | float = self.profile.memory_bytes_per_s
-        if self.offloads:
-            own = host_rate(self.grid, self.profile, self._per_node)
-            rate = np.where(has_params_on_host(self.grid), own, rate)
-        products = kind.step_flops / (self.profile.efficiency * self.profile.peak_flops)
-        return np.asarray(moved / rate + products)
-
-    def crossing(self, kind: BlockKind) -> OffloadSeconds:
-        """Return the seconds in which a block is offloaded."""
-        return crossing(self.grid, kind, self.profile, self._per_node, self.widths.stored)

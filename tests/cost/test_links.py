@@ -15,7 +15,7 @@ import pytest
 
 from meshplan.cost.collectives import all_gather, all_reduce, all_to_all, group, group_along, send
 from meshplan.cost.pipeline import crossing_seconds
-from meshplan.cost.step import Rows, widths_of
+from meshplan.cost.rows import Rows, widths_of
 from meshplan.layout.mesh import AXES, GRADIENT_AXES, Mesh, order_of
 from tests.cost.test_step import COUNTING, FP32, REAL, row
 

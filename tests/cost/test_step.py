@@ -16,7 +16,8 @@ from meshplan.cost.collectives import all_gather, all_reduce, group
 from meshplan.cost.grid import GRID, MODES, OPTIONS, PARAMS_ON_HOST
 from meshplan.cost.pipeline import crossing_seconds
 from meshplan.cost.profile import profile_of, without
-from meshplan.cost.step import Rows, terms, widths_of
+from meshplan.cost.rows import Rows, widths_of
+from meshplan.cost.step import terms
 from meshplan.cost.types import Sent, Tally
 from meshplan.layout.hardware import Cluster, Link, find_device
 from meshplan.model.blueprint import from_mapping

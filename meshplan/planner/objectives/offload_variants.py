@@ -27,8 +27,8 @@ from meshplan.cost.grid import (
     cuts_of,
 )
 from meshplan.cost.host import entered_s, updates_more_s
+from meshplan.cost.rows import widths_of
 from meshplan.cost.shares import share, trained
-from meshplan.cost.step import widths_of
 from meshplan.memory.answer.hosts import host_limit
 from meshplan.planner.knapsack.knapsack import Counts, Floats
 from meshplan.planner.problem.problem import PlanningProblem

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, OPTIONS, RECOMPUTE, cuts_of
 from meshplan.cost.pipeline import crossing_seconds, sending_seconds
 from meshplan.cost.profile import Profile
-from meshplan.cost.step import terms, widths_of
+from meshplan.cost.rows import widths_of
+from meshplan.cost.step import terms
 from meshplan.cost.types import BlockKind, Chain
 from meshplan.layout.mesh import AXES
 from meshplan.planner.knapsack.knapsack import Floats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshplan.cost.chain import chain_of, with_optimizer
+from meshplan.cost.chain import (
+    AFTER,
+    BEFORE,
+    chain_of,
+    parts_of,
+    parts_of_places,
+    with_optimizer,
+)
 from meshplan.cost.config import mode_of, offload_of, option_of, plan_as_config
 from meshplan.cost.grid import (
     ACTIVATIONS_ON_HOST,
@@ -25,8 +33,9 @@ from meshplan.cost.pipeline import (
     unhidden_seconds,
 )
 from meshplan.cost.profile import Profile, profile_of_plan, without
+from meshplan.cost.rows import Array, UnitPart
 from meshplan.cost.simulate import simulate
-from meshplan.cost.step import Array, Terms, terms
+from meshplan.cost.step import Terms, terms
 from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.hardware import Cluster
@@ -74,10 +83,12 @@ class _UnitSettings(NamedTuple):
         is_awaited: If True, nothing hides the gathers and reductions.
         reshard_ranks: Ranks over which parameters are resharded after forward; None for those that
             store them.
+        parts: How the parameters are sharded, if not all units of the plan are alike; else ().
     """
 
     is_awaited: bool
     reshard_ranks: int | None
+    parts: tuple[UnitPart, ...]
 
 
 class _Place(NamedTuple):
@@ -217,8 +228,8 @@ class Costed:
         """Return the seconds of forward, backward and the optimizer, with communication."""
         count, chain = int(self.row["microbatches"][0]), self.chain
         sums = np.zeros(3)
-        for kind, name in zip(chain.order, chain.names, strict=True):
-            found, option = self._terms(kind, self._unit_of(name), profile), self.option(name)
+        for kind, name, part in zip(chain.order, chain.names, parts_of_places(chain), strict=True):
+            found, option = self._terms(kind, self._unit_of(part), profile), self.option(name)
             forward, backward = found.forward_s[0, option], found.backward_s[0, option]
             last = count * backward + found.ends_s[0, option]
             sums += (count * forward, last, found.update_s[0])
@@ -237,10 +248,11 @@ class Costed:
         last = max((place for place, name in enumerate(chain.names) if name), default=0)
         known: dict[tuple[int, _UnitSettings], Terms] = {}
         out, stage = [], 0
-        for place, (kind, name) in enumerate(zip(chain.order, chain.names, strict=True)):
+        for place, part in enumerate(parts_of_places(chain)):
+            name = chain.names[place]
             if stages is not None and (name or place > last):
                 stage = _stage_of(self.plan, name) if name else stages.num - 1
-            key = kind, self._unit_of(name)
+            key = chain.order[place], self._unit_of(part)
             if key not in known:
                 known[key] = self._terms(*key)
             found, option = known[key], self.option(name)
@@ -287,13 +299,13 @@ class Costed:
         Args:
             name: Fqn of the block; "" for all modules outside the blocks together.
         """
-        option, unit = self.option(name), self._unit_of(name)
-        chain = self.chain
-        kinds = [k for k, other in zip(chain.order, chain.names, strict=True) if other == name]
-        parts = [self._part(self._terms(k, unit), option) for k in kinds]
+        option, chain = self.option(name), self.chain
+        each = zip(chain.order, parts_of_places(chain), chain.names, strict=True)
+        places = [(kind, self._unit_of(part)) for kind, part, other in each if other == name]
         free = without(self.profile, network=True)
-        alone = [self._part(self._terms(k, unit, free), option) for k in kinds]
-        forward, backward, update = (sum(p[n] for p in parts) for n in range(3))
+        found = [self._part(self._terms(*place), option) for place in places]
+        alone = [self._part(self._terms(*place, free), option) for place in places]
+        forward, backward, update = (sum(p[n] for p in found) for n in range(3))
         unsent = sum(p[0] + p[1] for p in alone)
         return BlockCost(forward, backward, forward + backward - unsent, update)
 
@@ -329,17 +341,36 @@ class Costed:
             dtype=self._dtype,
             is_awaited=unit.is_awaited,
             reshard_ranks=unit.reshard_ranks,
+            parts=unit.parts,
             exchanges=self._exchanges,
             order=order_of(self.plan.mesh.sizes),
         )
 
-    def _unit_of(self, name: str) -> _UnitSettings:
-        """Return how the parameters of a block, or outside the blocks (""), are gathered."""
-        unit = self.plan.assignment.units.get(name)
+    def _unit_of(self, part: str) -> _UnitSettings:
+        """Return how the parameters of a part of the model (`cost.chain.parts_of`) are gathered."""
+        unit = self.plan.assignment.units.get(part)
         over = unit.reshard_after_forward if unit is not None else False
         # Nothing hides the root unit, which also has the parameters of blocks that are no units.
-        is_in_root = not name or (unit is None and MODES[mode_of(self.plan)] == "shard")
-        return _UnitSettings(is_in_root, None if isinstance(over, bool) else over)
+        is_outside = part in (BEFORE, AFTER)
+        is_in_root = is_outside or (unit is None and MODES[mode_of(self.plan)] == "shard")
+        ranks = None if isinstance(over, bool) else over
+        return _UnitSettings(is_in_root, ranks, self._unlike_parts.get(part, ()))
+
+    @cached_property
+    def _unlike_parts(self) -> dict[str, tuple[UnitPart, ...]]:
+        """How each part of the model is sharded; {} if all units of the plan are alike."""
+        a = self.plan.assignment
+        if len(_axes_of_units(self.plan)) < 2:
+            return {}
+        numels: dict[str, Counter[tuple[tuple[str, ...], tuple[str, ...]]]] = {}
+        for fqn, part in parts_of(self.plan.graph).items():
+            unit = a.units.get(a.tensors[fqn].unit or "")
+            axes = (unit.shard_axes, unit.replicate_axes) if unit is not None else ((), ())
+            numels.setdefault(part, Counter())[axes] += math.prod(a.tensors[fqn].info.shape)
+        return {
+            part: tuple(UnitPart(num / counts.total(), *axes) for axes, num in counts.items())
+            for part, counts in numels.items()
+        }
 
     def _part(self, found: Terms, option: int) -> tuple[float, float, float]:
         """Return the seconds of one option: (forward, backward, once per step)."""
@@ -375,8 +406,6 @@ def unpriced(plan: Plan) -> Iterator[Problem]:
     """Yield a problem for each feature of the plan that the cost model has no figures for."""
     a, mesh, stages = plan.assignment, plan.mesh, plan.assignment.stages
     mode = MODES[mode_of(plan)]
-    # With ep, the units of experts are sharded over the ranks that ep leaves.
-    units = {(u.shard_axes, u.replicate_axes) for f, u in a.units.items() if f not in a.experts}
     odd_data = (mode == "ddp" and mesh.size("dp_shard") > 1) or (
         mode == "zero1" and mesh.size("dp_replicate") > 1
     )
@@ -390,7 +419,8 @@ def unpriced(plan: Plan) -> Iterator[Problem]:
          "offloaded parameters of single modules"),
         (bool(a.host_activations) and not offload_of(plan) & ACTIVATIONS_ON_HOST,
          "offloaded activations without full recomputation of all blocks"),
-        (len(units) > 1, "units that are not all sharded along the same axes"),
+        (len(_axes_of_units(plan)) > 1 and (mode != "shard" or mesh.size("ep") > 1),
+         "units that are not all sharded along the same axes"),
         (mode == "shard" and not all(_is_in_root(plan, each) for each in apart),
          "blocks inside larger units"),
         (odd_data, f"{a.strategy.name} on this mesh"),
@@ -415,6 +445,7 @@ def unsearched(plan: Plan) -> Iterator[Problem]:
     for is_present, what in (
         (is_sharded and not set(plan.graph.blocks()) <= set(a.units), "blocks that are not units"),
         (any(not isinstance(each, bool) for each in over), "resharding over fewer ranks"),
+        (len(_axes_of_units(plan)) > 1, "units that are not all sharded along the same axes"),
         (any(each.policy.save for each in a.recompute.values()), "a list of operations to save"),
         (stages is not None and plan.accumulate > 1, "gradient accumulation around a pipeline"),
         (stages is not None and stages.schedule not in CLOSED_FORMS,
@@ -424,6 +455,15 @@ def unsearched(plan: Plan) -> Iterator[Problem]:
     ):  # fmt: skip
         if is_present:
             yield Problem(f"the planner does not search plans with {what}", plan.spec.origin(""))
+
+
+def _axes_of_units(plan: Plan) -> set[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Return the (axes that shard, axes that replicate) of all units but those of experts.
+
+    With ep, the units of experts are sharded over the ranks that ep leaves.
+    """
+    a = plan.assignment
+    return {(u.shard_axes, u.replicate_axes) for f, u in a.units.items() if f not in a.experts}
 
 
 def _is_in_root(plan: Plan, block: str) -> bool:
