@@ -1,7 +1,7 @@
-"""Convert a plan to a configuration: one row of the grid, and one option for each of its blocks.
+"""Convert a plan to what the cost model takes: a row of the grid, options of blocks, and a chain.
 
-The search, the cost of a given plan and the picture of a pipeline schedule all use these functions,
-so that they agree about a plan's mode and options.
+The search, the cost of a given plan and the pictures all use these functions, so that they agree
+about a plan's mode, options and stages.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from meshplan.cost.chain import BEFORE, chain_of, parts_of_places, with_optimizer
 from meshplan.cost.grid import (
     ACTIVATIONS_ON_HOST,
     GRID,
@@ -22,8 +23,18 @@ from meshplan.cost.grid import (
     RECOMPUTE,
     SCHEDULE_WORDS,
 )
-from meshplan.memory.analytic.microbatches import loss_chunks_of
+from meshplan.cost.types import Chain
+from meshplan.errors import PlanError, Problem
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.memory.analytic.microbatches import (
+    loss_chunks_of,
+    op_refusals,
+    saves_of,
+    styled_of,
+)
+from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
+from meshplan.spec.spec import PRODUCTS
 
 DDP, ZERO1, SHARD = range(len(MODES))
 STRATEGY_OPTIONS: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = MappingProxyType(
@@ -96,3 +107,54 @@ def offload_of(plan: Plan) -> int:
     params = PARAMS_ON_HOST * (bool(a.units) and all(unit.on_host for unit in a.units.values()))
     activations = bool(blocks) and blocks == a.host_activations.keys() and blocks <= full
     return params | ACTIVATIONS_ON_HOST * activations
+
+
+def chain_of_plan(plan: Plan) -> Chain:
+    """Return the chain of a plan's model, as one rank of the plan's tp and ep computes it.
+
+    Raises:
+        PlanError: The model is of no known family, the plan is incomplete, or the plan uses a
+            feature that the cost model cannot price.
+    """
+    (_, seq_len), tp = plan.fed(), plan.mesh.size("tp")
+    if not plan.graph.config:
+        what = (
+            "the cost model needs a Hugging Face config of a known family, and the model has none"
+        )
+        raise PlanError(Problem(what, None, "add --config PATH"))
+    if problems := list(op_refusals(plan)):
+        raise PlanError(problems)
+    (dtype,) = plan.assignment.compute_dtypes
+    found = chain_of(
+        plan.graph,
+        seq_len=seq_len,
+        element_bytes=DTYPE_BYTES[dtype],
+        tp=tp,
+        ep=plan.mesh.size("ep"),
+        styled=styled_of(plan) if tp > 1 else None,
+        loss_chunks=loss_chunks_of(plan),
+        saves={n: kept for n, kept in saves_of(plan).items() if kept != frozenset(PRODUCTS)},
+    )
+    return with_optimizer(found, plan.graph, plan.spec.optimizer)
+
+
+def stage_of_places(plan: Plan, chain: Chain) -> tuple[int, ...]:
+    """Return the stage of each place of a chain.
+
+    Places before the blocks are in the first stage, places after the blocks in the last stage.
+    """
+    stages, out = plan.assignment.stages, []
+    if stages is None:
+        return (0,) * len(chain.order)
+    for name, part in zip(chain.names, parts_of_places(chain), strict=True):
+        outside = 0 if part == BEFORE else stages.num - 1
+        out.append(stage_of(plan, name) if name else outside)
+    return tuple(out)
+
+
+def stage_of(plan: Plan, block: str) -> int:
+    """Return the stage of a block: the stage of its first unit or, without units, tensor."""
+    stages = plan.assignment.stages
+    assert stages is not None
+    first_stages = ((fqn, own[0]) for fqn, own in stages.tensors.items())
+    return next(s for fqn, s in (*stages.units, *first_stages) if is_inside(fqn, block))

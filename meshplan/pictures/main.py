@@ -8,8 +8,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from meshplan.cost.profile import profile_of_plan
-from meshplan.cost.stages import stage_seconds, step_parts
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.answer.estimate import MemoryEstimate
@@ -37,6 +35,7 @@ from meshplan.pictures.plans.ladder import draw_ladder, ladder
 from meshplan.pictures.plans.pareto import pareto
 from meshplan.plan.plan import Plan
 from meshplan.planner.problem.request import cluster_of
+from meshplan.planner.tables.whole_plan import Costed
 from meshplan.spec.values import did_you_mean
 from meshplan.textbook.inputs import read_limit
 
@@ -164,20 +163,16 @@ def gantt_facts(request: DrawRequest) -> Gantt:
         return gantt(request.plan)
     cluster = cluster_of(request.plan.spec, hardware.gpu)
     try:
-        a = request.plan.assignment
-        dtype = next((p.compute_dtype for p in a.tensors.values() if not p.info.is_buffer), "")
-        profile = profile_of_plan(request.plan.spec, request.plan.graph, cluster, dtype)
-        times = stage_seconds(request.plan, profile, hardware.gpus_per_node)
-        parts = None
-        if a.stages is None:
-            parts = step_parts(request.plan, profile, hardware.gpus_per_node)
+        costed = Costed(request.plan, cluster)
+        times = costed.stage_seconds
+        parts = costed.step_parts if request.plan.assignment.stages is None else None
     except PlanError:
         return gantt(request.plan)
     end = ", without the end of a step: the last reductions and the optimizer"
     return gantt(
         request.plan, times.forward_s, times.backward_s, crossing_s=times.crossing_s,
         parts=parts,
-        assumed=f"Seconds are the cost model's for {profile.device}{'' if parts else end}.",
+        assumed=f"Seconds are the cost model's for {costed.profile.device}{'' if parts else end}.",
     )  # fmt: skip
 
 

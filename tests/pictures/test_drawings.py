@@ -11,8 +11,6 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
 from meshplan.api import planning
-from meshplan.cost.profile import profile_of
-from meshplan.cost.stages import stage_seconds, step_parts
 from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.pictures.base.page import NARROW, SMALL
 from meshplan.pictures.base.palette import PLACEMENTS, THEMES, WHOLE
@@ -23,6 +21,7 @@ from meshplan.pictures.memory.scale import scale_of
 from meshplan.pictures.memory.timeline import log_of, timeline
 from meshplan.pictures.plans.pareto import difference, pareto, settings_of
 from meshplan.planner.problem.request import cluster_of
+from meshplan.planner.tables.whole_plan import Costed
 from meshplan.textbook.inputs import read_limit
 from meshplan.units import GIB, format_bytes
 from tests.helpers.graphs import blocks
@@ -236,14 +235,14 @@ def test_the_lanes_of_a_map_have_one_size():
 def test_the_time_of_a_step_without_a_pipeline_is_told_apart():
     plan = llama(4)
     facts = facts_of(plan, "gantt")
-    profile = profile_of(cluster_of(plan.spec, "h100-sxm-80gb"))
-    times, parts = stage_seconds(plan, profile, 8), step_parts(plan, profile, 8)
+    costed = _costs(plan)
+    times, parts = costed.stage_seconds, costed.step_parts
     passes = plan.accumulate * (times.forward_s[0] + times.backward_s[0])
     assert facts.step == pytest.approx(passes)
     assert facts.whole_step == pytest.approx(passes + parts.ends_s + parts.update_s)
     assert parts.recompute_s > 0
     assert parts.model_parallel_s == 0
-    saved = step_parts(llama(4, activation_checkpointing=None), profile, 8)
+    saved = _costs(llama(4, activation_checkpointing=None)).step_parts
     assert saved.recompute_s == 0
     assert saved.compute_s == pytest.approx(parts.compute_s)
     for figure in both(draw(plan, "gantt")):
@@ -253,7 +252,11 @@ def test_the_time_of_a_step_without_a_pipeline_is_told_apart():
         assert all(a[1] == pytest.approx(b[0]) for a, b in itertools.pairwise(ends))
         assert len(boxes(figure, "end ")) == 2
     tp = llama(4, mesh={"dp_shard": 8, "tp": 2}, strategy="full_shard", tp_plan="auto")
-    assert step_parts(tp, profile, 8).model_parallel_s > 0
+    assert _costs(tp).step_parts.model_parallel_s > 0
+
+
+def _costs(plan):
+    return Costed(plan, cluster_of(plan.spec, "h100-sxm-80gb"))
 
 
 # A search

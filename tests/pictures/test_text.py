@@ -10,15 +10,14 @@ from xml.etree import ElementTree
 import pytest
 
 from meshplan.cli.app import main
-from meshplan.cost.profile import profile_of
 from meshplan.cost.simulate import simulate
-from meshplan.cost.stages import stage_seconds
 from meshplan.layout.layout import Layout
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.pictures.main import facts_of
 from meshplan.pictures.plans.gantt import gantt
 from meshplan.planner.problem.request import cluster_of
+from meshplan.planner.tables.whole_plan import Costed
 from meshplan.render.layouts.drawn import (
     gantt_lines,
     layout_lines,
@@ -118,14 +117,14 @@ def test_any_plan_has_its_lines(what):
 
 def test_stages_take_what_their_blocks_take():
     plan = llama(8, **PIPED)
-    profile = profile_of(cluster_of(plan.spec, "h100-sxm-80gb"))
-    found = stage_seconds(plan, profile, 8)
+    cluster = cluster_of(plan.spec, "h100-sxm-80gb")
+    found = Costed(plan, cluster).stage_seconds
     assert len(found.forward_s) == 4
     # Two blocks each: the ends hold the embedding and the head besides.
     assert found.forward_s[1] == pytest.approx(found.forward_s[2])
     assert found.forward_s[3] > found.forward_s[1]
     more = {**PIPED, "activation_checkpointing": "full"}
-    again = stage_seconds(llama(8, **more), profile, 8)
+    again = Costed(llama(8, **more), cluster).stage_seconds
     assert again.forward_s == pytest.approx(found.forward_s)
     assert all(a > b for a, b in zip(again.backward_s, found.backward_s, strict=True))
     run = simulate(

@@ -23,6 +23,8 @@ from meshplan.layout.schedules import SCHEDULES
 from meshplan.planner.problem.request import cluster_of
 from meshplan.planner.tables import whole_plan
 from meshplan.planner.tables.whole_plan import Costed
+from meshplan.traffic.forecast import forecast
+from tests.cost.test_step import COUNTING, wire
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,
@@ -53,6 +55,14 @@ STATED = {
     "reshard": (
         {**SHARDED, "rules": [{"match": "model.layers.*", "reshard_after_forward": 2}]},
         "resharding over fewer ranks",
+    ),
+    "a block that is replicated": (
+        {**SHARDED, "rules": [{"match": "model.layers.3", "place": "replicate"}]},
+        "units that are not all sharded along the same axes",
+    ),
+    "an embedding that is replicated": (
+        {**SHARDED, "rules": [{"match": "model.embed_tokens", "place": "replicate"}]},
+        "units that are not all sharded along the same axes",
     ),
     "no unit": (
         {**SHARDED, "rules": [{"match": "model.layers.3", "unit": False}]},
@@ -166,6 +176,24 @@ def test_parameters_are_gathered_from_the_ranks_that_have_them(write):
     one, other = (each.block("model.layers.5") for each in (usual, near))
     assert other.forward_s == one.forward_s
     assert other.backward_s < one.backward_s
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero2", "hybrid_shard"])
+@pytest.mark.parametrize("match", ["model.layers.{2..3}", "model.embed_tokens", "**.mlp"])
+def test_the_bytes_of_units_along_other_axes_are_those_of_the_forecast(strategy, match, write):
+    """Without what computation hides, and at a byte a second, seconds are bytes."""
+    mesh = {"dp_replicate": 2, "dp_shard": 4} if "hybrid" in strategy else {"dp_shard": 8}
+    fields = {
+        "mesh": mesh, "strategy": strategy, "rules": [{"match": match, "place": "replicate"}],
+        "batch": {"micro": 1, "accumulate": 3, "seq_len": 64},
+    }  # fmt: skip
+    plan = checking.decide(write(fields))
+    found = Costed(plan, cluster_of(plan.spec, "h100-sxm-80gb"))
+    sent = 0.0
+    for place in found.with_profile(COUNTING)._places_of(COUNTING):
+        sent += 3 * (place.forward_s + place.backward_s) + place.once_s
+    usual = wire(forecast(plan), plan.mesh)
+    assert sent == pytest.approx(usual, rel=1e-9)
 
 
 def test_what_a_list_does_not_save_is_computed_again(write):

@@ -20,8 +20,8 @@ import meshplan
 from meshplan.api import checking
 from meshplan.api.planning import search_plan
 from meshplan.cli.app import main
+from meshplan.cost.config import chain_of_plan
 from meshplan.cost.grid import GRID, MODES, OPTIONS
-from meshplan.cost.stages import chain_of_plan
 from meshplan.model.blueprint import from_config
 from meshplan.plan.plan import make_plan
 from meshplan.planner.lock.lock import overrides

@@ -20,7 +20,6 @@ from meshplan.cost.grid import MODES, OPTIONS, SCHEDULE_WORDS, in_halves
 from meshplan.cost.pipeline import pipeline_seconds
 from meshplan.cost.profile import profile_of
 from meshplan.cost.simulate import simulate
-from meshplan.cost.stages import stage_seconds
 from meshplan.errors import PlanError
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.memory.analytic.estimate import analytic_log_of_rank
@@ -127,7 +126,7 @@ def test_a_played_step_takes_about_as_long_as_told(write: Any) -> None:
     for candidate, plan in some(job, 12):
         stages = plan.assignment.stages
         assert stages is not None
-        found = stage_seconds(plan, job.profile, 8)
+        found = Costed(plan, job.request.cluster).stage_seconds
         ranks, count = stages.num_ranks, stages.microbatches
         played = simulate(
             SCHEDULES[stages.schedule], found.forward_s, found.backward_s, ranks=ranks,
@@ -171,7 +170,7 @@ def test_stages_of_a_rank_are_stated_or_free(write: Any) -> None:
     ("fields", "what"),
     [
         ({"pipeline": {"schedule": "1F1B", "virtual": 2}}, "1F1B has 1 stages per rank"),
-        ({"pipeline": {"schedule": "ZBVZeroBubble"}}, "step time of the schedule ZBVZeroBubble"),
+        ({"pipeline": {"schedule": "ZBVZeroBubble"}}, "plans with the schedule ZBVZeroBubble"),
         ({"pipeline": {"schedule": "Interleaved1F1B"},
           "rules": [{"match": "model.layers.3", "activation_checkpointing": "full"}]},
          "not all alike"),

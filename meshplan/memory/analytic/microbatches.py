@@ -199,6 +199,15 @@ def saves_of(plan: Plan) -> dict[int, frozenset[str]]:
 
 def refusals(plan: Plan) -> Iterator[Problem]:
     """Yield a problem for each feature that the analytic estimate has no rules for."""
+    yield from op_refusals(plan)
+    a = plan.assignment
+    blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
+    if a.units.keys() - blocks - a.experts.keys() - {""}:
+        yield _no_rules("units that are no blocks")
+
+
+def op_refusals(plan: Plan) -> Iterator[Problem]:
+    """Yield a problem for each feature whose ops, or what they save, no rule gives."""
     a = plan.assignment
     blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
     experts = {f"{fqn}.mlp.experts" for fqn in blocks}
@@ -217,15 +226,18 @@ def refusals(plan: Plan) -> Iterator[Problem]:
         (bool(others), f"recomputation that saves {', '.join(sorted(others))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
         (bool(a.host_activations.keys() - blocks), "offloaded activations outside of blocks"),
-        (bool(a.units.keys() - blocks - a.experts.keys() - {""}), "units that are no blocks"),
         (bool(a.experts.keys() - experts), "experts in modules other than mlp.experts"),
         (_is_autocast(plan), "parameters with several compute dtypes"),
     ):
         if is_present:
-            yield Problem(
-                f"the estimate from a config has no rules for {what}",
-                fix="write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch",
-            )
+            yield _no_rules(what)
+
+
+def _no_rules(what: str) -> Problem:
+    return Problem(
+        f"the estimate from a config has no rules for {what}",
+        fix="write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch",
+    )
 
 
 def _exchanges_latents(plan: Plan) -> bool:

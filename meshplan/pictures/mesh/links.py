@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from meshplan.cost.config import chain_of_plan, stage_of_places
 from meshplan.cost.grid import RECOMPUTE
-from meshplan.cost.stages import chain_of_plan, stage_of_places
 from meshplan.errors import PlanError
 from meshplan.layout.hardware import find_device
 from meshplan.layout.mesh import Mesh

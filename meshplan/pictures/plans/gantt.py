@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshplan.cost.simulate import SimulatedStep, simulate
-from meshplan.cost.stages import StepParts
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.pictures.base.words import counted
 from meshplan.plan.plan import Plan
+from meshplan.planner.tables.whole_plan import StepParts
 from meshplan.units import format_seconds
 
 ENDS: Final = "first gathers and last reductions"

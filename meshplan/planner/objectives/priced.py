@@ -9,20 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from meshplan.cost.chain import chain_of
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.memory.analytic.estimate import check_analytic, estimate_analytic
-from meshplan.memory.analytic.microbatches import loss_chunks_of, refusals
-from meshplan.memory.answer.estimate import left_in_words
-from meshplan.plan.plan import make_plan
+from meshplan.memory.analytic.microbatches import refusals
+from meshplan.memory.answer.estimate import MemoryEstimate, left_in_words
+from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.problem.certified import OVER, certify_plan
 from meshplan.planner.problem.decision import Bound, Decision, Evaluated, PlanRequest
-from meshplan.planner.problem.live_model import Priced, TracedChoices
+from meshplan.planner.problem.live_model import TracedChoices
 from meshplan.planner.space.space import Rejected, UnsearchedError
 from meshplan.planner.tables.memory_bounds import element_bytes_of
-from meshplan.planner.tables.whole_plan import Costed, unsearched
+from meshplan.planner.tables.unpriced import unsearched
+from meshplan.planner.tables.whole_plan import Costed
 from meshplan.spec.spec import Spec
 
 
@@ -80,34 +82,49 @@ def _why_unsearched(spec: Spec, request: PlanRequest) -> str:
     return problem.what if problem is not None else ""
 
 
-def _priced_by_rules(spec: Spec, request: PlanRequest) -> Priced:
-    """Return the memory and the costs of a plan, by the rules for its model's config.
+class _StatedPlan(NamedTuple):
+    """The stated plan, with its memory and its costs.
 
-    Raises:
-        PlanError: There are no rules for something in the plan.
+    Attributes:
+        plan: The plan.
+        memory: Its memory, as `meshplan estimate` reports it.
+        costed: Its costs.
+        flops: Flops of the forward and backward of one sample.
+        is_traced: True if the memory comes from a trace.
     """
-    plan = make_plan(spec, request.graph)
-    memory = estimate_analytic(plan, device=request.device, limit_bytes=request.limit_bytes)
-    assert spec.batch.seq_len is not None
-    whole = chain_of(
-        plan.graph,
-        seq_len=spec.batch.seq_len,
-        element_bytes=element_bytes_of(plan).computed,
-        loss_chunks=loss_chunks_of(plan),
-    )
-    return Priced(plan, memory, None, whole.flops)
+
+    plan: Plan
+    memory: MemoryEstimate
+    costed: Costed
+    flops: float
+    is_traced: bool
 
 
-def _priced(spec: Spec, request: PlanRequest) -> Priced:
-    """Return the memory and the costs of a plan: by rules if there are any, else by a trace."""
+def _stated(spec: Spec, request: PlanRequest) -> _StatedPlan:
+    """Return the stated plan: by the rules for the model's config if there are any, else traced."""
+    cluster, profile = request.cluster, request.profile
     if request.traced is not None:
-        return request.traced.priced(spec)
+        traced = request.traced.priced(spec)
+        costed = Costed(traced.plan, cluster, profile, traced.chain)
+        return _StatedPlan(traced.plan, traced.memory, costed, traced.flops, is_traced=True)
+    plan, found = make_plan(spec, request.graph), None
     try:
-        return _priced_by_rules(spec, request)
+        memory = estimate_analytic(plan, device=request.device, limit_bytes=request.limit_bytes)
     except PlanError:
         if request.price is None:
             raise
-        return request.price(spec)
+        found = request.price(spec)
+        memory = found.memory
+    try:
+        costed = Costed(plan, cluster, profile)
+    except PlanError:
+        if found is None:
+            raise
+        costed = Costed(plan, cluster, profile, found.chain)
+    assert spec.batch.seq_len is not None
+    size = element_bytes_of(plan).computed
+    flops = chain_of(plan.graph, seq_len=spec.batch.seq_len, element_bytes=size).flops
+    return _StatedPlan(plan, memory, costed, flops, is_traced=found is not None)
 
 
 def price(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
@@ -133,16 +150,15 @@ def price(request: PlanRequest, report: Callable[[str], None] = lambda text: Non
         what = f"{left} {are} left to the planner, which cannot search this plan: {why}"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
     report("1 configuration")
-    found = _priced(spec, request)
-    plan = found.plan
-    costed = Costed(plan, request.cluster, request.profile, found.chain)
+    found = _stated(spec, request)
+    plan, costed = found.plan, found.costed
     evaluated = Evaluated(stated={}, seconds=costed.seconds, plan=plan, memory=found.memory)
     over, missing = "", None
     if not found.memory.fits:
         most = found.memory.worst.band[1]
         over = f"{found.memory.size}: {left_in_words(most, found.memory.limit_bytes)}"
         missing = most - request.limit_bytes
-    elif found.chain is None:
+    elif not found.is_traced:
         certified = certify_plan(request, evaluated)
         evaluated, over = (evaluated, OVER) if certified is None else (certified, "")
     if over:

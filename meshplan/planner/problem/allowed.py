@@ -15,7 +15,7 @@ from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.problem.chains import Chains
 from meshplan.planner.problem.decision import PlanRequest
 from meshplan.planner.space.fixed import AS_STATED
-from meshplan.planner.tables.whole_plan import unpriced, unsearched
+from meshplan.planner.tables.unpriced import unpriced, unsearched
 from meshplan.spec.spec import Offload, Spec
 
 _OF_MODULES: Final = "the cost model has no figures for offload of single modules"

@@ -76,15 +76,14 @@ class Priced(NamedTuple):
     Attributes:
         plan: The plan, decided for the model.
         memory: The memory estimate, as `meshplan estimate` reports it.
-        chain: Block costs of one tp rank under this plan, recompute included; None if they follow
-            from the model's config.
+        chain: Block costs of one tp rank under this plan, recompute included.
         flops: Flops of the forward and backward of one sample, summed over tp ranks, without
             recompute.
     """
 
     plan: Plan
     memory: MemoryEstimate
-    chain: Chain | None
+    chain: Chain
     flops: float
 
 

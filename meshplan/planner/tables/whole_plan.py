@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from meshplan.cost.chain import (
-    AFTER,
-    BEFORE,
-    chain_of,
-    parts_of,
-    parts_of_places,
-    with_optimizer,
+from meshplan.cost.chain import AFTER, BEFORE, parts_of, parts_of_places, with_optimizer
+from meshplan.cost.config import (
+    chain_of_plan,
+    mode_of,
+    option_of,
+    plan_as_config,
+    stage_of_places,
 )
-from meshplan.cost.config import mode_of, offload_of, option_of, plan_as_config
-from meshplan.cost.grid import (
-    ACTIVATIONS_ON_HOST,
-    MODES,
-    OPTIONS,
-    PARAMS_ON_HOST,
-)
+from meshplan.cost.grid import MODES, OPTIONS
 from meshplan.cost.pipeline import (
     CLOSED_FORMS,
     crossing_seconds,
@@ -37,23 +31,14 @@ from meshplan.cost.rows import Array, UnitPart
 from meshplan.cost.simulate import simulate
 from meshplan.cost.step import Terms, terms
 from meshplan.cost.types import Chain
-from meshplan.errors import PlanError, Problem
+from meshplan.errors import PlanError
 from meshplan.layout.hardware import Cluster
 from meshplan.layout.mesh import order_of
-from meshplan.layout.optimizers import product_flops
 from meshplan.layout.schedules import SCHEDULES
-from meshplan.memory.analytic.microbatches import (
-    loss_chunks_of,
-    refusals,
-    saves_of,
-    styled_of,
-)
-from meshplan.model.graph import is_inside
+from meshplan.memory.analytic.microbatches import op_refusals
 from meshplan.plan.plan import Plan
-from meshplan.planner.space.ep import LENDER
 from meshplan.planner.tables.cost_table import weights
-from meshplan.planner.tables.memory_bounds import element_bytes_of
-from meshplan.spec.spec import PRODUCTS
+from meshplan.planner.tables.unpriced import axes_of_units, is_uneven, not_read, unpriced
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +77,73 @@ class _UnitSettings(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The seconds of one microbatch in a block, or in the modules before or after the blocks.
+    """A block, or the modules before or after the blocks.
 
     Attributes:
+        name: Fqn of the block; "" outside the blocks.
         stage: The pipeline stage, 0 without a pipeline.
-        forward_s: Seconds of the forward.
-        seconds: Seconds of forward and backward, and of what is done once per step divided by the
-            number of microbatches.
-        compute_s: The part of `seconds` without communication and recomputation.
+        found: Seconds of the place under each option.
+        option: The option of the place, as an index into `cost.grid.OPTIONS`.
     """
 
+    name: str
     stage: int
-    forward_s: float
-    seconds: float
+    found: Terms
+    option: int
+
+    @property
+    def forward_s(self) -> float:
+        return float(self.found.forward_s[0, self.option])
+
+    @property
+    def backward_s(self) -> float:
+        return float(self.found.backward_s[0, self.option])
+
+    @property
+    def once_s(self) -> float:
+        """Seconds once per step: at the step's ends, and of the optimizer."""
+        return float(self.found.ends_s[0, self.option] + self.found.update_s[0])
+
+    @property
+    def compute_s(self) -> float:
+        return float(self.found.compute_s[0])
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Seconds of one microbatch in each pipeline stage.
+
+    Args:
+        forward_s, backward_s: Seconds of each stage, in the order of the model; one entry without
+            pipeline.
+        crossing_s: Seconds to send the output of a stage to the next stage.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    crossing_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """Seconds of a step without pipeline stages, by what they are spent on.
+
+    Args:
+        compute_s: Computation of forward and backward.
+        recompute_s: Recomputation of forwards in backward.
+        model_parallel_s: Communication of tp, ep and cp, for which computation waits.
+        data_parallel_s: Waits for gathers and reductions that computation does not hide, or for the
+            host to launch kernels.
+        ends_s: The part of the first gathers and the last reductions that nothing hides.
+        update_s: The optimizer's step.
+    """
+
     compute_s: float
+    recompute_s: float
+    model_parallel_s: float
+    data_parallel_s: float
+    ends_s: float
+    update_s: float
 
 
 class Costed:
@@ -134,7 +172,7 @@ class Costed:
         chain: Chain | None = None,
     ) -> None:
         self.plan, self.cluster, self._run = plan, cluster, chain
-        refused = list(refusals(plan)) or list(_not_read(plan)) if chain is None else []
+        refused = list(op_refusals(plan)) or list(not_read(plan)) if chain is None else []
         if problems := refused or list(unpriced(plan)):
             raise PlanError(problems)
         self._dtype = next(
@@ -153,24 +191,9 @@ class Costed:
     @cached_property
     def chain(self) -> Chain:
         """The chain of block costs of one tp rank."""
-        plan = self.plan
-        return with_optimizer(self._run or self._of_config(), plan.graph, plan.spec.optimizer)
-
-    def _of_config(self) -> Chain:
-        """Return the chain that the model's config gives."""
-        plan = self.plan
-        length, tp = plan.spec.batch.seq_len, plan.mesh.size("tp")
-        assert length is not None
-        return chain_of(
-            plan.graph,
-            seq_len=length,
-            element_bytes=element_bytes_of(plan).computed,
-            tp=tp,
-            ep=plan.mesh.size("ep"),
-            styled=styled_of(plan) if tp > 1 else None,
-            loss_chunks=loss_chunks_of(plan),
-            saves={n: kept for n, kept in saves_of(plan).items() if kept != frozenset(PRODUCTS)},
-        )
+        if self._run is None:
+            return chain_of_plan(self.plan)
+        return with_optimizer(self._run, self.plan.graph, self.plan.spec.optimizer)
 
     @cached_property
     def seconds(self) -> float:
@@ -179,31 +202,71 @@ class Costed:
         A pipeline whose schedule has no closed form, or whose ranks have unlike stages, is
         simulated.
         """
-        stages, places = self.plan.assignment.stages, self._places
-        if stages is None or (stages.schedule in CLOSED_FORMS and not _is_uneven(self.plan)):
+        stages, count = self.plan.assignment.stages, int(self.row["microbatches"][0])
+        num = stages.num if stages is not None else 1
+        once_s = [sum(p.once_s / count for p in self._places if p.stage == n) for n in range(num)]
+        each = self.stage_seconds
+        compute = np.array([sum(place.compute_s for place in self._places)])
+        if stages is None or (stages.schedule in CLOSED_FORMS and not is_uneven(self.plan)):
             by_rank = [0.0] * int(self.row["pp"][0])
-            for place in places:
-                by_rank[stages.rank_of(place.stage) if stages else 0] += place.seconds
+            parts = zip(each.forward_s, each.backward_s, once_s, strict=True)
+            for stage, stage_s in enumerate(map(sum, parts)):
+                by_rank[stages.rank_of(stage) if stages else 0] += stage_s
             a, b = (float(each[0]) for each in weights(self._one_run))
             seconds = a * max(by_rank) + b * sum(by_rank)
-            sending = sending_seconds(self._one_run, self._compute_s, self._crossing_s)
+            sending = sending_seconds(self._one_run, compute, np.array([each.crossing_s]))
         else:
-            forward_s, backward_s = [0.0] * stages.num, [0.0] * stages.num
-            for place in places:
-                forward_s[place.stage] += place.forward_s
-                backward_s[place.stage] += place.seconds - place.forward_s
             step = simulate(
                 SCHEDULES[stages.schedule],
-                forward_s,
-                backward_s,
+                each.forward_s,
+                [sum(parts) for parts in zip(each.backward_s, once_s, strict=True)],
                 ranks=stages.num_ranks,
                 microbatches=stages.microbatches,
-                crossing_s=float(self._crossing_s[0]),
+                crossing_s=each.crossing_s,
             )
             seconds = step.seconds
-            sending = unhidden_seconds(self._one_run, self._compute_s, self._crossing_s)
+            sending = unhidden_seconds(self._one_run, compute, np.array([each.crossing_s]))
         runs = 1 if stages is None else self.plan.accumulate
         return runs * (seconds + float(sending[0]))
+
+    @cached_property
+    def stage_seconds(self) -> StageSeconds:
+        """Seconds of one microbatch in each pipeline stage."""
+        stages = self.plan.assignment.stages
+        forward_s, backward_s = np.zeros((2, stages.num if stages is not None else 1))
+        for place in self._places:
+            forward_s[place.stage] += place.forward_s
+            backward_s[place.stage] += place.backward_s
+        most = max(kind.boundary_bytes for kind in self.chain.kinds)
+        per_node, order = self.cluster.gpus_per_node, order_of(self.plan.mesh.sizes)
+        crossing = crossing_seconds(self.row, most, self.profile, per_node, order)
+        return StageSeconds(
+            tuple(forward_s.tolist()), tuple(backward_s.tolist()), float(crossing[0])
+        )
+
+    @property
+    def step_parts(self) -> StepParts:
+        """What the seconds of a step without a pipeline are spent on."""
+        count, parts = int(self.row["microbatches"][0]), np.zeros(6)
+        for place in self._places:
+            found, option = place.found, place.option
+            # With the same option without recomputation, backward takes less by the recomputation.
+            plain = OPTIONS.index((0, OPTIONS[option][1]))
+            again = place.backward_s - float(found.backward_s[0, plain])
+            sent = float(found.exposed_tp_s[0])
+            waits = place.forward_s + place.backward_s - again - place.compute_s - sent
+            update = float(found.update_s[0])
+            passes = np.array((place.compute_s, again, sent, waits)) * count
+            parts += (*passes, place.once_s - update, update)
+        compute, again, sent, waits, ends, update = parts.tolist()
+        return StepParts(
+            compute_s=compute,
+            recompute_s=again,
+            model_parallel_s=sent,
+            data_parallel_s=waits,
+            ends_s=ends,
+            update_s=update,
+        )
 
     @cached_property
     def phases(self) -> Mapping[str, float] | None:
@@ -214,8 +277,8 @@ class Costed:
         """
         if self.row["pp"][0] > 1:
             return None
-        whole = self._phase_seconds(self.profile)
-        alone = self._phase_seconds(without(self.profile, network=True))
+        whole = self._phase_seconds(self._places)
+        alone = self._phase_seconds(self._places_of(without(self.profile, network=True)))
         forward, backward, optimizer = alone.tolist()
         return {
             "forward": forward,
@@ -224,15 +287,13 @@ class Costed:
             "optimizer": optimizer,
         }
 
-    def _phase_seconds(self, profile: Profile) -> Array:
+    def _phase_seconds(self, places: Sequence[_Place]) -> Array:
         """Return the seconds of forward, backward and the optimizer, with communication."""
-        count, chain = int(self.row["microbatches"][0]), self.chain
-        sums = np.zeros(3)
-        for kind, name, part in zip(chain.order, chain.names, parts_of_places(chain), strict=True):
-            found, option = self._terms(kind, self._unit_of(part), profile), self.option(name)
-            forward, backward = found.forward_s[0, option], found.backward_s[0, option]
-            last = count * backward + found.ends_s[0, option]
-            sums += (count * forward, last, found.update_s[0])
+        count, sums = int(self.row["microbatches"][0]), np.zeros(3)
+        for place in places:
+            update = float(place.found.update_s[0])
+            ends = place.once_s - update
+            sums += (count * place.forward_s, count * place.backward_s + ends, update)
         return sums
 
     @property
@@ -244,21 +305,22 @@ class Costed:
 
     @cached_property
     def _places(self) -> tuple[_Place, ...]:
-        stages, chain = self.plan.assignment.stages, self.chain
-        last = max((place for place, name in enumerate(chain.names) if name), default=0)
-        known: dict[tuple[int, _UnitSettings], Terms] = {}
-        out, stage = [], 0
-        for place, part in enumerate(parts_of_places(chain)):
-            name = chain.names[place]
-            if stages is not None and (name or place > last):
-                stage = _stage_of(self.plan, name) if name else stages.num - 1
-            key = chain.order[place], self._unit_of(part)
+        return self._places_of(self.profile)
+
+    def _places_of(self, profile: Profile) -> tuple[_Place, ...]:
+        """Return the places of the chain, with their seconds at the speeds of a profile."""
+        chain, known, out = self.chain, dict[tuple[int, _UnitSettings], Terms](), []
+        for kind, name, part, stage in zip(
+            chain.order,
+            chain.names,
+            parts_of_places(chain),
+            stage_of_places(self.plan, chain),
+            strict=True,
+        ):
+            key = kind, self._unit_of(part)
             if key not in known:
-                known[key] = self._terms(*key)
-            found, option = known[key], self.option(name)
-            forward_s, backward_s, update_s = self._part(found, option)
-            seconds = forward_s + backward_s + update_s / int(self.row["microbatches"][0])
-            out.append(_Place(stage, forward_s, seconds, float(found.compute_s[0])))
+                known[key] = self._terms(*key, profile)
+            out.append(_Place(name, stage, known[key], self.option(name)))
         return tuple(out)
 
     @cached_property
@@ -268,22 +330,6 @@ class Costed:
         if stages is not None:
             row["microbatches"] = stages.microbatches
         return row
-
-    @cached_property
-    def _compute_s(self) -> Array:
-        """Seconds of computation of a microbatch in all places together, of shape [1]."""
-        return np.array([sum(place.compute_s for place in self._places)])
-
-    @cached_property
-    def _crossing_s(self) -> Array:
-        """Seconds to send one microbatch to the next stage, of shape [1]."""
-        return crossing_seconds(
-            self.row,
-            max(kind.boundary_bytes for kind in self.chain.kinds),
-            self.profile,
-            self.cluster.gpus_per_node,
-            order_of(self.plan.mesh.sizes),
-        )
 
     def option(self, name: str) -> int:
         """Return the option of a block, as an index into `cost.grid.OPTIONS`.
@@ -299,14 +345,11 @@ class Costed:
         Args:
             name: Fqn of the block; "" for all modules outside the blocks together.
         """
-        option, chain = self.option(name), self.chain
-        each = zip(chain.order, parts_of_places(chain), chain.names, strict=True)
-        places = [(kind, self._unit_of(part)) for kind, part, other in each if other == name]
-        free = without(self.profile, network=True)
-        found = [self._part(self._terms(*place), option) for place in places]
-        alone = [self._part(self._terms(*place, free), option) for place in places]
-        forward, backward, update = (sum(p[n] for p in found) for n in range(3))
-        unsent = sum(p[0] + p[1] for p in alone)
+        found = [place for place in self._places if place.name == name]
+        free = self._places_of(without(self.profile, network=True))
+        unsent = sum(p.forward_s + p.backward_s for p in free if p.name == name)
+        forward, backward = sum(p.forward_s for p in found), sum(p.backward_s for p in found)
+        update = sum(place.once_s for place in found)
         return BlockCost(forward, backward, forward + backward - unsent, update)
 
     def saved_bytes(self, name: str) -> int:
@@ -330,12 +373,12 @@ class Costed:
         context = self.plan.assignment.context
         return context is not None and context.attention == "all_to_all"
 
-    def _terms(self, kind: int, unit: _UnitSettings, profile: Profile | None = None) -> Terms:
-        """Return the seconds of a kind of place; `profile` gives other speeds than the plan's."""
+    def _terms(self, kind: int, unit: _UnitSettings, profile: Profile) -> Terms:
+        """Return the seconds of a kind of place."""
         return terms(
             self.row,
             self.chain.kinds[kind],
-            profile or self.profile,
+            profile,
             self.cluster.gpus_per_node,
             self.plan.spec.precision,
             dtype=self._dtype,
@@ -360,7 +403,7 @@ class Costed:
     def _unlike_parts(self) -> dict[str, tuple[UnitPart, ...]]:
         """How each part of the model is sharded; {} if all units of the plan are alike."""
         a = self.plan.assignment
-        if len(_axes_of_units(self.plan)) < 2:
+        if len(axes_of_units(self.plan)) < 2:
             return {}
         numels: dict[str, Counter[tuple[tuple[str, ...], tuple[str, ...]]]] = {}
         for fqn, part in parts_of(self.plan.graph).items():
@@ -371,123 +414,3 @@ class Costed:
             part: tuple(UnitPart(num / counts.total(), *axes) for axes, num in counts.items())
             for part, counts in numels.items()
         }
-
-    def _part(self, found: Terms, option: int) -> tuple[float, float, float]:
-        """Return the seconds of one option: (forward, backward, once per step)."""
-        return (
-            float(found.forward_s[0, option]),
-            float(found.backward_s[0, option]),
-            float(found.ends_s[0, option] + found.update_s[0]),
-        )
-
-
-def _stage_of(plan: Plan, block: str) -> int:
-    """Return the stage of a block: the stage of its first unit or, without units, tensor."""
-    stages = plan.assignment.stages
-    assert stages is not None
-    first_stages = ((fqn, own[0]) for fqn, own in stages.tensors.items())
-    return next(s for fqn, s in (*stages.units, *first_stages) if is_inside(fqn, block))
-
-
-def _not_read(plan: Plan) -> Iterator[Problem]:
-    """Yield a problem if the model has no config, and if the plan states no sequence length."""
-    if not plan.graph.config:
-        yield _no_figures(plan, f"{plan.graph.name}, which has no config")
-    if plan.spec.batch.seq_len is None:
-        yield _no_figures(plan, "a plan that states no batch.seq_len")
-
-
-def _no_figures(plan: Plan, what: str) -> Problem:
-    fix = "change this in the plan, or run meshplan estimate, which needs no step time"
-    return Problem(f"the cost model has no figures for {what}", plan.spec.origin(""), fix)
-
-
-def unpriced(plan: Plan) -> Iterator[Problem]:
-    """Yield a problem for each feature of the plan that the cost model has no figures for."""
-    a, mesh, stages = plan.assignment, plan.mesh, plan.assignment.stages
-    mode = MODES[mode_of(plan)]
-    odd_data = (mode == "ddp" and mesh.size("dp_shard") > 1) or (
-        mode == "zero1" and mesh.size("dp_replicate") > 1
-    )
-    apart = [block for block in plan.graph.blocks() if block not in a.units]
-    blocks = plan.graph.blocks()
-    split = stages and {_stages_of_block(plan, block) for block in blocks}
-    for is_present, what in (
-        (plan.micro is None, "a plan that states no batch size"),
-        (any(loan.within != LENDER for loan in mesh.loans), f"ranks not borrowed from {LENDER}"),
-        (any(u.on_host for u in a.units.values()) and not offload_of(plan) & PARAMS_ON_HOST,
-         "offloaded parameters of single modules"),
-        (bool(a.host_activations) and not offload_of(plan) & ACTIVATIONS_ON_HOST,
-         "offloaded activations without full recomputation of all blocks"),
-        (len(_axes_of_units(plan)) > 1 and (mode != "shard" or mesh.size("ep") > 1),
-         "units that are not all sharded along the same axes"),
-        (mode == "shard" and not all(_is_in_root(plan, each) for each in apart),
-         "blocks inside larger units"),
-        (odd_data, f"{a.strategy.name} on this mesh"),
-        (bool(product_flops(plan.spec.optimizer, (1, 1)))
-         and any(placed.stored.axes for placed in a.tensors.values()),
-         "the products of Muon's step on sharded parameters"),
-        (stages is not None and SCHEDULES[stages.schedule].splits_backward
-         and any(unit.on_host for unit in a.units.values()),
-         "a split backward of offloaded parameters"),
-        (bool(split) and max(len(each) for each in split or ()) > 1,
-         "stage boundaries inside blocks"),
-    ):  # fmt: skip
-        if is_present:
-            yield _no_figures(plan, what)
-
-
-def unsearched(plan: Plan) -> Iterator[Problem]:
-    """Yield a problem for each feature that `Costed` prices, and the search does not."""
-    a, stages = plan.assignment, plan.assignment.stages
-    is_sharded = MODES[mode_of(plan)] == "shard"
-    over = (unit.reshard_after_forward for unit in a.units.values())
-    for is_present, what in (
-        (is_sharded and not set(plan.graph.blocks()) <= set(a.units), "blocks that are not units"),
-        (any(not isinstance(each, bool) for each in over), "resharding over fewer ranks"),
-        (len(_axes_of_units(plan)) > 1, "units that are not all sharded along the same axes"),
-        (any(each.policy.save for each in a.recompute.values()), "a list of operations to save"),
-        (stages is not None and plan.accumulate > 1, "gradient accumulation around a pipeline"),
-        (stages is not None and stages.schedule not in CLOSED_FORMS,
-         f"the schedule {stages.schedule}" if stages is not None else ""),
-        (stages is not None and stages.virtual > 1 and _is_uneven(plan),
-         "stages of one rank that differ by more than one block"),
-    ):  # fmt: skip
-        if is_present:
-            yield Problem(f"the planner does not search plans with {what}", plan.spec.origin(""))
-
-
-def _axes_of_units(plan: Plan) -> set[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Return the (axes that shard, axes that replicate) of all units but those of experts.
-
-    With ep, the units of experts are sharded over the ranks that ep leaves.
-    """
-    a = plan.assignment
-    return {(u.shard_axes, u.replicate_axes) for f, u in a.units.items() if f not in a.experts}
-
-
-def _is_in_root(plan: Plan, block: str) -> bool:
-    """Return True if no unit but the root has the parameters of a block that is no unit."""
-    return not any(fqn and is_inside(block, fqn) for fqn in plan.assignment.units)
-
-
-def _stages_of_block(plan: Plan, block: str) -> tuple[int, ...]:
-    """Return all stages that have a tensor of a block."""
-    stages = plan.assignment.stages
-    assert stages is not None
-    counts: Counter[int] = Counter()
-    for fqn, stages_of in stages.tensors.items():
-        if fqn.startswith(f"{block}."):
-            counts.update(stages_of)
-    return tuple(counts)
-
-
-def _is_uneven(plan: Plan) -> bool:
-    """Return True if some rank has a stage with two blocks more than another of its stages."""
-    stages = plan.assignment.stages
-    assert stages is not None
-    counts = Counter(_stage_of(plan, block) for block in plan.graph.blocks())
-    by_rank: dict[int, list[int]] = {}
-    for stage in range(stages.num):
-        by_rank.setdefault(stages.rank_of(stage), []).append(counts[stage])
-    return any(max(each) - min(each) > 1 for each in by_rank.values())

@@ -1,0 +1,120 @@
+"""The features of a plan that the cost model has no figures for, or the search no tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from meshplan.cost.config import mode_of, offload_of, stage_of
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, PARAMS_ON_HOST
+from meshplan.cost.pipeline import CLOSED_FORMS
+from meshplan.errors import Problem
+from meshplan.layout.optimizers import product_flops
+from meshplan.layout.schedules import SCHEDULES
+from meshplan.model.graph import is_inside
+from meshplan.plan.plan import Plan
+from meshplan.planner.space.ep import LENDER
+
+
+def not_read(plan: Plan) -> Iterator[Problem]:
+    """Yield a problem if the model has no config, and if the plan states no sequence length."""
+    if not plan.graph.config:
+        yield _no_figures(plan, f"{plan.graph.name}, which has no config")
+    if plan.spec.batch.seq_len is None:
+        yield _no_figures(plan, "a plan that states no batch.seq_len")
+
+
+def _no_figures(plan: Plan, what: str) -> Problem:
+    fix = "change this in the plan, or run meshplan estimate, which needs no step time"
+    return Problem(f"the cost model has no figures for {what}", plan.spec.origin(""), fix)
+
+
+def unpriced(plan: Plan) -> Iterator[Problem]:
+    """Yield a problem for each feature of the plan that the cost model has no figures for."""
+    a, mesh, stages = plan.assignment, plan.mesh, plan.assignment.stages
+    mode = MODES[mode_of(plan)]
+    odd_data = (mode == "ddp" and mesh.size("dp_shard") > 1) or (
+        mode == "zero1" and mesh.size("dp_replicate") > 1
+    )
+    apart = [block for block in plan.graph.blocks() if block not in a.units]
+    blocks = plan.graph.blocks()
+    split = stages and {_stages_of_block(plan, block) for block in blocks}
+    for is_present, what in (
+        (plan.micro is None, "a plan that states no batch size"),
+        (any(loan.within != LENDER for loan in mesh.loans), f"ranks not borrowed from {LENDER}"),
+        (any(u.on_host for u in a.units.values()) and not offload_of(plan) & PARAMS_ON_HOST,
+         "offloaded parameters of single modules"),
+        (bool(a.host_activations) and not offload_of(plan) & ACTIVATIONS_ON_HOST,
+         "offloaded activations without full recomputation of all blocks"),
+        (len(axes_of_units(plan)) > 1 and (mode != "shard" or mesh.size("ep") > 1),
+         "units that are not all sharded along the same axes"),
+        (mode == "shard" and not all(_is_in_root(plan, each) for each in apart),
+         "blocks inside larger units"),
+        (odd_data, f"{a.strategy.name} on this mesh"),
+        (bool(product_flops(plan.spec.optimizer, (1, 1)))
+         and any(placed.stored.axes for placed in a.tensors.values()),
+         "the products of Muon's step on sharded parameters"),
+        (stages is not None and SCHEDULES[stages.schedule].splits_backward
+         and any(unit.on_host for unit in a.units.values()),
+         "a split backward of offloaded parameters"),
+        (bool(split) and max(len(each) for each in split or ()) > 1,
+         "stage boundaries inside blocks"),
+    ):  # fmt: skip
+        if is_present:
+            yield _no_figures(plan, what)
+
+
+def unsearched(plan: Plan) -> Iterator[Problem]:
+    """Yield a problem for each feature that `Costed` prices, and the search does not."""
+    a, stages = plan.assignment, plan.assignment.stages
+    is_sharded = MODES[mode_of(plan)] == "shard"
+    over = (unit.reshard_after_forward for unit in a.units.values())
+    for is_present, what in (
+        (is_sharded and not set(plan.graph.blocks()) <= set(a.units), "blocks that are not units"),
+        (any(not isinstance(each, bool) for each in over), "resharding over fewer ranks"),
+        (len(axes_of_units(plan)) > 1, "units that are not all sharded along the same axes"),
+        (any(each.policy.save for each in a.recompute.values()), "a list of operations to save"),
+        (stages is not None and plan.accumulate > 1, "gradient accumulation around a pipeline"),
+        (stages is not None and stages.schedule not in CLOSED_FORMS,
+         f"the schedule {stages.schedule}" if stages is not None else ""),
+        (stages is not None and stages.virtual > 1 and is_uneven(plan),
+         "stages of one rank that differ by more than one block"),
+    ):  # fmt: skip
+        if is_present:
+            yield Problem(f"the planner does not search plans with {what}", plan.spec.origin(""))
+
+
+def axes_of_units(plan: Plan) -> set[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Return the (axes that shard, axes that replicate) of all units but those of experts.
+
+    With ep, the units of experts are sharded over the ranks that ep leaves.
+    """
+    a = plan.assignment
+    return {(u.shard_axes, u.replicate_axes) for f, u in a.units.items() if f not in a.experts}
+
+
+def _is_in_root(plan: Plan, block: str) -> bool:
+    """Return True if no unit but the root has the parameters of a block that is no unit."""
+    return not any(fqn and is_inside(block, fqn) for fqn in plan.assignment.units)
+
+
+def _stages_of_block(plan: Plan, block: str) -> tuple[int, ...]:
+    """Return all stages that have a tensor of a block."""
+    stages = plan.assignment.stages
+    assert stages is not None
+    counts: Counter[int] = Counter()
+    for fqn, stages_of in stages.tensors.items():
+        if fqn.startswith(f"{block}."):
+            counts.update(stages_of)
+    return tuple(counts)
+
+
+def is_uneven(plan: Plan) -> bool:
+    """Return True if some rank has a stage with two blocks more than another of its stages."""
+    stages = plan.assignment.stages
+    assert stages is not None
+    counts = Counter(stage_of(plan, block) for block in plan.graph.blocks())
+    by_rank: dict[int, list[int]] = {}
+    for stage in range(stages.num):
+        by_rank.setdefault(stages.rank_of(stage), []).append(counts[stage])
+    return any(max(each) - min(each) > 1 for each in by_rank.values())
