@@ -64,6 +64,10 @@ STATED = {
         {**SHARDED, "rules": [{"match": "model.embed_tokens", "place": "replicate"}]},
         "units that are not all sharded along the same axes",
     ),
+    "a block on the host": (
+        {**SHARDED, "rules": [{"match": "model.layers.3", "offload": "params"}]},
+        "offloaded parameters of single modules",
+    ),
     "no unit": (
         {**SHARDED, "rules": [{"match": "model.layers.3", "unit": False}]},
         "blocks that are not units",
@@ -178,7 +182,7 @@ def test_parameters_are_gathered_from_the_ranks_that_have_them(write):
     assert other.backward_s < one.backward_s
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "zero2", "hybrid_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", "zero2", "zero1", "hybrid_shard"])
 @pytest.mark.parametrize("match", ["model.layers.{2..3}", "model.embed_tokens", "**.mlp"])
 def test_the_bytes_of_units_along_other_axes_are_those_of_the_forecast(strategy, match, write):
     """Without what computation hides, and at a byte a second, seconds are bytes."""
@@ -194,6 +198,16 @@ def test_the_bytes_of_units_along_other_axes_are_those_of_the_forecast(strategy,
         sent += 3 * (place.forward_s + place.backward_s) + place.once_s
     usual = wire(forecast(plan), plan.mesh)
     assert sent == pytest.approx(usual, rel=1e-9)
+
+
+def test_a_block_on_the_host_takes_as_long_as_with_all_of_them_there(write):
+    rules = [{"match": "model.layers.3", "offload": "params"}]
+    usual, one, all_of_them = (
+        costed(write({**SHARDED, **more})) for more in ({}, {"rules": rules}, {"offload": "params"})
+    )
+    assert one.block("model.layers.3") == all_of_them.block("model.layers.3")
+    assert one.block("model.layers.4") == usual.block("model.layers.4")
+    assert usual.seconds < one.seconds < all_of_them.seconds
 
 
 def test_what_a_list_does_not_save_is_computed_again(write):

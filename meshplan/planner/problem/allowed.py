@@ -18,7 +18,7 @@ from meshplan.planner.space.fixed import AS_STATED
 from meshplan.planner.tables.unpriced import unpriced, unsearched
 from meshplan.spec.spec import Offload, Spec
 
-_OF_MODULES: Final = "the cost model has no figures for offload of single modules"
+_OF_MODULES: Final = "the planner does not search plans with offloaded parameters of single modules"
 _NOT_COMPOSED: Final = "what a live model offloads is not composed of traced pieces"
 
 

@@ -19,7 +19,7 @@ from meshplan.cost.config import (
     plan_as_config,
     stage_of_places,
 )
-from meshplan.cost.grid import MODES, OPTIONS
+from meshplan.cost.grid import MODES, OPTIONS, PARAMS_ON_HOST
 from meshplan.cost.pipeline import (
     CLOSED_FORMS,
     crossing_seconds,
@@ -68,11 +68,13 @@ class _UnitSettings(NamedTuple):
         is_awaited: If True, nothing hides the gathers and reductions.
         reshard_ranks: Ranks over which parameters are resharded after forward; None for those that
             store them.
+        is_on_host: True if the parameters, their gradients and states are on the host.
         parts: How the parameters are sharded, if not all units of the plan are alike; else ().
     """
 
     is_awaited: bool
     reshard_ranks: int | None
+    is_on_host: bool
     parts: tuple[UnitPart, ...]
 
 
@@ -375,8 +377,10 @@ class Costed:
 
     def _terms(self, kind: int, unit: _UnitSettings, profile: Profile) -> Terms:
         """Return the seconds of a kind of place."""
+        row = self.row.copy()
+        row["offload"] = row["offload"] & ~PARAMS_ON_HOST | PARAMS_ON_HOST * unit.is_on_host
         return terms(
-            self.row,
+            row,
             self.chain.kinds[kind],
             profile,
             self.cluster.gpus_per_node,
@@ -391,13 +395,16 @@ class Costed:
 
     def _unit_of(self, part: str) -> _UnitSettings:
         """Return how the parameters of a part of the model (`cost.chain.parts_of`) are gathered."""
-        unit = self.plan.assignment.units.get(part)
+        units = self.plan.assignment.units
+        unit = units.get(part)
         over = unit.reshard_after_forward if unit is not None else False
         # Nothing hides the root unit, which also has the parameters of blocks that are no units.
         is_outside = part in (BEFORE, AFTER)
         is_in_root = is_outside or (unit is None and MODES[mode_of(self.plan)] == "shard")
         ranks = None if isinstance(over, bool) else over
-        return _UnitSettings(is_in_root, ranks, self._unlike_parts.get(part, ()))
+        its = unit or units.get("")
+        is_on_host = its is not None and its.on_host
+        return _UnitSettings(is_in_root, ranks, is_on_host, self._unlike_parts.get(part, ()))
 
     @cached_property
     def _unlike_parts(self) -> dict[str, tuple[UnitPart, ...]]:
