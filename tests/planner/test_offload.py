@@ -244,7 +244,7 @@ def test_what_fits_without_is_planned_without(job):
          "where every block is recomputed in full, only"),
         ({"offload": "optimizer"}, "optimizer states cannot be offloaded alone"),
         ({"rules": [{"match": "model.layers.0", "offload": "params"}]},
-         "no figures for offload of single modules"),
+         "does not search plans with offloaded parameters of single"),
     ],
 )  # fmt: skip
 def test_what_has_no_figures_is_refused(job, fields, what):
