@@ -56,6 +56,14 @@ MESHES: Final[tuple[Mapping[str, Any], ...]] = (
     {"mesh": {"pp": 2, "dp_replicate": 4}},
     {"mesh": {"dp_shard": 4, "cp": 2}, "context": {"attention": "all_to_all"}},
 )
+_BLOCK: Final = {"gpt2": "transformer.h.3"}
+"""Fqn of a block by the name of the config; "model.layers.3" of all others."""
+_SHARDED: Final = (
+    {"mesh": {"dp_shard": 8}, "strategy": "full_shard"},
+    {"mesh": {"dp_shard": 8}, "strategy": "zero2"},
+    {"mesh": {"dp_replicate": 2, "dp_shard": 4}, "strategy": "hybrid_shard"},
+)
+_PIPED: Final = {"mesh": {"pp": 2, "dp_shard": 4}, "strategy": "zero2"}
 GPUS: Final = ("h100-sxm-80gb", "a100-sxm-40gb", "l40s-48gb", "rtx-4090-24gb")
 
 
@@ -114,6 +122,39 @@ def drawn(rng: random.Random, *, is_live: bool) -> tuple[dict[str, Any], Mapping
     if rng.random() < 0.1:
         plan["hardware"]["headroom"] = 0.1
     return plan, config
+
+
+def drawn_as_stated(rng: random.Random) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """(a plan that states everything and that the search cannot vary, the config beside it)."""
+    plan, _ = drawn(rng, is_live=False)
+    for key in ("mesh", "strategy", "pipeline", "tp_plan", "sequence_parallel", "context",
+                "activation_checkpointing", "offload", "compile"):  # fmt: skip
+        plan.pop(key, None)
+    name = rng.choice([*CONFIGS])
+    block = _BLOCK.get(name, "model.layers.3")
+    schedule = rng.choice(("ZBVZeroBubble", "DualPipeV", "LoopedBFS", "1F1B"))
+    virtual = {} if schedule in ("DualPipeV", "ZBVZeroBubble", "1F1B") else {"virtual": 2}
+    recompute = rng.choice(("none", "selective", "full"))
+    rule = rng.choice(
+        (
+            {"reshard_after_forward": 2},
+            {"place": "replicate"},
+            {"unit": False},
+            {"offload": "params"},
+        )
+    )
+    plan["batch"] = {"micro": 8, "accumulate": rng.choice((1, 2)), "seq_len": 512}
+    plan |= rng.choice((
+        {**_PIPED, "pipeline": {"schedule": schedule, "microbatches": 8, **virtual},
+         "activation_checkpointing": "none"},
+        {**rng.choice(_SHARDED), "rules": [{"match": block, **rule}],
+         "activation_checkpointing": recompute},
+        {**rng.choice(_SHARDED), "activation_checkpointing": {
+            "mode": "selective", "save": rng.choice((["mm"], ["sdpa"], ["mm", "sdpa"]))}},
+        {"mesh": {"dp_replicate": 8}, "strategy": "ddp", "optimizer": "muon",
+         "activation_checkpointing": recompute},
+    ))  # fmt: skip
+    return plan, CONFIGS[name]
 
 
 def answer(*words: str) -> tuple[int, dict[str, Any], str]:
@@ -213,10 +254,11 @@ def examined(
         said = dict(said_by_verbs(path, pictures=pictures))
         found.extend(f"{state}: {each}" for each in differences({**said, **more}))
 
-    code, got, _ = answer("plan", "-f", str(path), "--dry-run")
+    code, got, err = answer("plan", "-f", str(path), "--dry-run")
     has_plan = code == 0
     if code > 1:
-        kind = "not planned"  # What the planner does not hold, it says in words.
+        words = err.splitlines()[1] if err.count("\n") > 1 else err
+        kind = f"not planned: {words.partition('yaml: ')[2] or words}"
     elif got["result"].get("as_written"):
         ask("no lock", {"plan": of_plan(got["result"]["as_written"], got["result"]["limit_bytes"])})
     elif has_plan:
@@ -224,7 +266,7 @@ def examined(
     elif not _is_open(plan):
         ask("no lock")
     if not has_plan:
-        return ("not planned" if code > 1 else "nothing fits"), found
+        return (kind if code > 1 else "nothing fits"), found
     code, got, _ = answer("plan", "-f", str(path))
     kind = "planned"
     ask("lock", {"plan": of_plan(got["result"], got["result"]["limit_bytes"])})
@@ -248,6 +290,12 @@ def main() -> int:
     parser.add_argument("--num", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--live", type=float, default=0.1, help="share of live modules")
+    parser.add_argument(
+        "--stated",
+        type=float,
+        default=0.2,
+        help="share of configs' plans that state everything, and are priced as they stand",
+    )
     parser.add_argument("--pictures", type=float, default=0.1, help="share drawn and reported")
     args = parser.parse_args()
     kinds: Counter[str] = Counter()
@@ -255,13 +303,14 @@ def main() -> int:
     for number in range(args.num):
         rng = random.Random(f"{args.seed} {number}")
         is_live, pictures = rng.random() < args.live, rng.random() < args.pictures
-        plan, config = drawn(rng, is_live=is_live)
+        is_stated = not is_live and rng.random() < args.stated
+        plan, config = drawn_as_stated(rng) if is_stated else drawn(rng, is_live=is_live)
         with tempfile.TemporaryDirectory() as folder:
             try:
                 kind, found = examined(plan, config, Path(folder), pictures=pictures)
             except Exception as error:  # The next ones are of interest too.
                 kind, found = "failed", [f"{type(error).__name__}: {error}"]
-        kinds[f"{'live' if is_live else 'config'}: {kind}"] += 1
+        kinds[f"{'live' if is_live else 'stated' if is_stated else 'config'}: {kind}"] += 1
         num_wrong += bool(found)
         for each in found:
             print(f"{number}: {each}\n    {json.dumps(plan)}", flush=True)
