@@ -26,6 +26,7 @@ from meshplan.cost.profile import Profile
 from meshplan.cost.shares import expert_share, share
 from meshplan.cost.types import BlockKind, ElementBytes, Sent, Tally
 from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.layout.hardware import devices
 from meshplan.layout.mesh import AXES, GRADIENT_AXES, SHARD_AXES
 from meshplan.memory.decoder.cp_all_gather import takes_masks
 from meshplan.spec.spec import Precision
@@ -317,8 +318,8 @@ class Rows:
     def update(self, kind: BlockKind, parts: tuple[UnitPart, ...] = ()) -> Array:
         """Return the seconds per step in which the optimizer updates a block.
 
-        Assumes: an optimizer with matrix products (Muon) has whole parameters, and multiplies as
-        fast as the model does.
+        Assumes: an optimizer with matrix products (Muon) has whole parameters. It multiplies in
+        bfloat16, as efficiently as the model does.
         """
         numel = float(sum(kind.numels))
         local_numel = np.where(self.mode == _DDP, numel, share(self.grid, kind))
@@ -331,7 +332,9 @@ class Rows:
         if self.offloads:
             own = host_rate(self.grid, self.profile, self._per_node)
             rate = np.where(has_params_on_host(self.grid), own, rate)
-        products = kind.step_flops / (self.profile.efficiency * self.profile.peak_flops)
+        device = devices().get(self.profile.device)
+        peak = device.peak_flops.get("bfloat16") if device is not None else None
+        products = kind.step_flops / (self.profile.efficiency * (peak or self.profile.peak_flops))
         return np.asarray(moved / rate + products)
 
     def crossing(self, kind: BlockKind) -> OffloadSeconds:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from meshplan.api import checking, planning
 from meshplan.api.planning import search_plan
 from meshplan.cli.app import main
+from meshplan.cost.chain import with_optimizer
+from meshplan.cost.config import chain_of_plan
 from meshplan.cost.profile import without
 from meshplan.cost.simulate import simulate
 from meshplan.errors import PlanError
@@ -33,6 +36,7 @@ LLAMA = {
     "tie_word_embeddings": False, "hidden_act": "silu",
 }  # fmt: skip
 PIPED = {"mesh": {"pp": 4, "dp_shard": 2}, "strategy": "zero2"}
+DDP = {"mesh": {"dp_replicate": 8}, "strategy": "ddp", "precision": "bf16-true"}
 SHARDED = {"mesh": {"dp_shard": 8}, "strategy": "full_shard"}
 
 
@@ -222,6 +226,115 @@ def test_what_a_list_does_not_save_is_computed_again(write):
     assert default < products < attention < seconds("full")
 
 
+def test_halves_of_a_backward_reduce_gradients_once(write):
+    """As under the schedule that is searched: parameters stay gathered, whatever the strategy."""
+    found = [
+        costed(write({**piped("ZBVZeroBubble"), "strategy": strategy}))
+        for strategy in ("zero2", "full_shard")
+    ]
+    assert found[0].seconds == found[1].seconds
+    # A reduction in each backward, as 1F1B under zero2 has it, is no part of the backward.
+    free = [each.with_profile(without(each.profile, network=True)) for each in found]
+    stages = zip(found[0].stage_seconds.backward_s, free[0].stage_seconds.backward_s, strict=True)
+    assert all(one == pytest.approx(other, rel=1e-9) for one, other in stages)
+
+
+def test_a_replicated_block_is_stepped_on_by_every_rank(write):
+    fields, _ = STATED["a block that is replicated"]
+    found = costed(write(fields))
+    three, four = (
+        next(float(place.found.update_s[0]) for place in found._places if place.name == name)
+        for name in ("model.layers.3", "model.layers.4")
+    )
+    assert three == pytest.approx(8 * four)
+
+
+def test_what_sends_take_longer_than_computation_is_told(write):
+    """Each rank of a V has two stages, which share its link."""
+    path = write(piped("ZBVZeroBubble"))
+    usual = costed(path)
+    slow = usual.with_profile(replace(usual.profile, intra_bytes_per_s=1e7))
+    sends = 2 * 8 * 2 * slow.stage_seconds.crossing_s
+    assert slow.seconds > sends
+
+
+def test_all_units_replicated_alike_are_no_shards(write):
+    rules = [{"match": "**", "place": "replicate"}]
+    fields = {"activation_checkpointing": {"mode": "selective", "save": ["mm"]}}
+    replicated = costed(write({**SHARDED, "rules": rules, **fields}))
+    ddp = {**SHARDED, "mesh": {"dp_replicate": 8}, "strategy": "ddp"}
+    assert replicated.seconds == pytest.approx(costed(write({**ddp, **fields})).seconds, rel=0.05)
+    sharded = costed(write({**SHARDED, **fields}))
+    assert replicated.phases["optimizer"] == pytest.approx(8 * sharded.phases["optimizer"])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"match": "**.mlp", "unit": True, "reshard_after_forward": False},
+        {"match": "model.embed_tokens", "unit": True},
+    ],
+)
+def test_a_unit_that_is_resharded_otherwise_than_its_block_has_no_seconds(rule, write):
+    path = write({**SHARDED, "rules": [rule]})
+    with pytest.raises(PlanError, match="resharded otherwise"):
+        costed(path)
+
+
+def test_muon_multiplies_in_bfloat16(write):
+    seconds = []
+    for precision in ("32-true", "bf16-true"):
+        fields = {**DDP, "precision": precision}
+        found = costed(write({**fields, "optimizer": "muon"}))
+        without_it = costed(write({**fields, "optimizer": "adamw"}))
+        seconds.append((found.seconds - without_it.seconds) * found.profile.efficiency)
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-6)
+
+
+def test_only_what_is_trained_is_multiplied(write):
+    plan = checking.decide(write({**DDP, "optimizer": "muon"}))
+    chain = chain_of_plan(plan)
+    name = "model.embed_tokens.weight"
+    frozen = {name: replace(plan.graph.tensors[name], trainable=False)}
+    graph = replace(plan.graph, tensors={**plan.graph.tensors, **frozen})
+    kinds = with_optimizer(chain, graph, "muon").kinds
+    assert sum(k.step_flops for k in kinds) < sum(k.step_flops for k in chain.kinds)
+
+
+def test_another_optimizer_is_another_plan(write):
+    (found,) = planning.explain(write(piped("ZBVZeroBubble")), ("why-not", "optimizer=sgd"))
+    assert not found.is_planned
+
+
+def test_the_fewest_nodes_of_a_stated_plan_are_its_own(write, capsys):
+    words = ["--tokens", "1e12", "--days", "30", "--dry-run", "-q"]
+    assert main(["plan", "-f", str(write(piped("ZBVZeroBubble"))), *words]) == 2
+    said = capsys.readouterr().err
+    assert "plans like this one are not" in said
+    assert "on the 8 GPUs of its mesh it trains in" in said
+
+
+def test_a_config_without_rules_is_priced_by_a_trace(write, tmp_path):
+    sizes = {"num_hidden_layers": 2, "head_dim": 64, "query_pre_attn_scalar": 64,
+             "sliding_window": 256, "hidden_act": "gelu_pytorch_tanh"}  # fmt: skip
+    config = LLAMA | sizes | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+    path = write({**SHARDED, "batch": {"micro": 2, "accumulate": 1, "seq_len": 128}})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    decision = search_plan(path)
+    assert decision.chosen.seconds > 0
+    assert decision.flops > 0
+
+
+def test_a_difference_in_what_is_saved_is_told(write, tmp_path, capsys):
+    paths = []
+    for name, saved in (("one", "mm"), ("other", "sdpa")):
+        recompute = {"mode": "selective", "save": [saved]}
+        path = write({**SHARDED, "activation_checkpointing": recompute})
+        paths.append(path.rename(tmp_path / f"{name}.yaml"))
+    assert main(["diff", *map(str, paths)]) == 1
+    assert "selective, save: mm" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
 def test_a_v_takes_as_long_as_the_schedule_that_is_searched(schedule):
     """The reason why the planner does not search them."""
@@ -269,9 +382,6 @@ def test_a_setting_with_which_a_stated_plan_does_not_fit(write):
     assert found.base_s is not None
     assert found.seconds is None
     assert found.missing_bytes > 0
-
-
-DDP = {"mesh": {"dp_replicate": 8}, "strategy": "ddp", "precision": "bf16-true"}
 
 
 def test_the_products_of_muons_step_take_time(write):

@@ -115,8 +115,7 @@ def check_optimizer(name: str, *, is_sharded: bool) -> None:
         raise PlanError(Problem(what, fix=fix))
     if name in OF_WHOLE_TENSORS and is_sharded:
         what = (
-            f"there is no rule for what DTensor gathers when the optimizer {name} steps on sharded "
-            "parameters"
+            f"there is no rule for what DTensor gathers when the optimizer {name} steps on DTensors"
         )
         fix = "trace the step with meshplan estimate --tier 3, or use strategy: ddp"
         raise PlanError(Problem(what, fix=fix))

@@ -57,6 +57,7 @@ class Gantt:
         is_seconds: If True, times are in seconds; if False, the unit is the time that the forward
             of all stages of one rank takes.
         assumed: The assumption behind the times, as a sentence.
+        runs: Runs of the pipeline in a step, of which the picture shows one.
         parts: Without a pipeline, what the seconds of a step are spent on, as pairs (name,
             seconds); () if times are not in seconds.
     """
@@ -72,6 +73,7 @@ class Gantt:
     is_seconds: bool
     assumed: str
     parts: tuple[tuple[str, float], ...] = ()
+    runs: int = 1
 
     @property
     def whole_step(self) -> float:
@@ -101,7 +103,8 @@ class Gantt:
                 )
             return f"No pipeline: every rank computes {many} in turn, and waits for no stage"
         stages = f"{self.ranks * self.virtual} stages on {self.ranks} ranks"
-        whole = f"a step of {self.time(self.step)}" if self.is_seconds else "the time"
+        run = "a step" if self.runs == 1 else f"each of {self.runs} runs in a step,"
+        whole = f"{run} of {self.time(self.step)}" if self.is_seconds else "the time"
         return (
             f"{self.schedule}: ranks wait {self.idle_share:.1%} of {whole} "
             f"({stages}, {counted(self.microbatches, 'microbatch', 'microbatches')})"
@@ -182,6 +185,7 @@ def gantt(
         assumed=assumed
         or "Assumed: stages are equal, and a backward takes twice as long as its forward.",
         parts=() if parts is None else _named(parts),
+        runs=1 if stages is None else plan.accumulate,
     )
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from meshplan.assign.base.types import Stages
+from meshplan.assign.base.types import Recompute, Stages
 from meshplan.cost.profile import Profile, framework_of
 from meshplan.errors import MeshplanError
 from meshplan.memory.analytic.estimate import estimate_analytic
+from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
 from meshplan.planner.problem.decision import Decision
 from meshplan.planner.problem.request import cluster_of
@@ -283,7 +284,17 @@ def _blocks(plan: Plan) -> dict[str, dict[str, str]]:
     out: dict[str, dict[str, str]] = {}
     for block in plan.graph.blocks():
         recompute, unit = a.recompute.get(block), a.units.get(block)
-        words = {"activation_checkpointing": str(recompute.policy.mode) if recompute else "none"}
+        words = {"activation_checkpointing": _recompute_words(recompute)}
+        for fqn in (*a.recompute, *a.units):
+            if fqn != block and is_inside(fqn, block):
+                own = fqn.removeprefix(f"{block}.")
+                if fqn in a.recompute:
+                    words[f"{own}: activation_checkpointing"] = _recompute_words(a.recompute[fqn])
+                if fqn in a.units:
+                    reshards = str(a.units[fqn].reshard_after_forward).lower()
+                    words[f"{own}: unit, reshard_after_forward"] = reshards
+        if a.units and unit is None:
+            words["unit"] = "false"
         if unit is not None and unit.is_sharded:
             words["reshard_after_forward"] = str(unit.reshard_after_forward).lower()
         parts = {"params": unit is not None and unit.on_host,
@@ -293,6 +304,13 @@ def _blocks(plan: Plan) -> dict[str, dict[str, str]]:
         )
         out[block] = words
     return out
+
+
+def _recompute_words(recompute: Recompute | None) -> str:
+    if recompute is None:
+        return "none"
+    saved = f", save: {', '.join(recompute.policy.save)}" if recompute.policy.save else ""
+    return f"{recompute.policy.mode}{saved}"
 
 
 def _folded(

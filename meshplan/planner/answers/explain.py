@@ -183,7 +183,7 @@ class Asker:
         if self._is_priced:
             why = self.decision.rejected[0].why
             what = f"only the plan as it is stated is priced, and no other values of {first}: {why}"
-            fix = f"ask why-not {first}=VALUE, which prices the plan with that value"
+            fix = f"ask why-not {first}=VALUE, or compare a changed copy of the plan: meshplan diff"
             raise SpecError(Problem(what, Origin(path), fix))
         if others:
             return [setting for field in (first, *others) for setting in self.settings(field)]
@@ -266,7 +266,7 @@ class Asker:
             beside,
             seconds=evaluated.seconds,
             evaluated=evaluated,
-            is_planned=evaluated.plan.digest() == base.plan.digest(),
+            is_planned=evaluated.plan.spec == base.plan.spec,
             is_whole=found.is_whole,
         )
 

@@ -14,6 +14,7 @@ import numpy as np
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.planner.objectives.fastest import fastest_of
 from meshplan.planner.objectives.layouts import with_other_layouts
+from meshplan.planner.objectives.priced import price, why_priced
 from meshplan.planner.problem.decision import Decision, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import cluster_of
@@ -117,8 +118,17 @@ def fewest(
         report: Called with lines on the progress.
 
     Raises:
-        PlanError: The plan lacks a statement, such as the sequence length.
+        PlanError: The plan lacks a statement, such as the sequence length, or states its mesh and
+            is not searched.
     """
+    if why := why_priced(request):
+        found = price(request, report)
+        assert found.chosen is not None
+        on = f"{found.chosen.plan.mesh.world_size:,} GPUs"
+        days = tokens * found.chosen.seconds / max(1, found.tokens) / 86400
+        what = f"the fewest nodes are searched, and plans like this one are not: {why}"
+        fix = f"on the {on} of its mesh it trains in {days:,.1f} days"
+        raise PlanError(Problem(what, found.spec.origin("mesh"), fix))
     return _Fewest(request, tokens, days, report).run()
 
 

@@ -23,7 +23,7 @@ from meshplan.planner.problem.decision import Bound, Decision, Evaluated, PlanRe
 from meshplan.planner.problem.live_model import TracedChoices
 from meshplan.planner.space.space import Rejected, UnsearchedError
 from meshplan.planner.tables.memory_bounds import element_bytes_of
-from meshplan.planner.tables.unpriced import unsearched
+from meshplan.planner.tables.unpriced import unpriced, unsearched
 from meshplan.planner.tables.whole_plan import Costed
 from meshplan.spec.spec import Spec
 
@@ -48,6 +48,19 @@ def is_priced(request: PlanRequest) -> bool:
     tried = {"tp", "pp"} if mesh.get("tp", 1) == 1 or mesh.get("pp", 1) == 1 else {"tp"}
     others = {axis: size for axis, size in mesh.items() if axis not in tried}
     return bool(traced.refuses(replace(spec, mesh=others) if mesh else spec))
+
+
+def why_priced(request: PlanRequest) -> str:
+    """Return why a plan is priced as it is stated, and not searched; "" if it is searched."""
+    return _why(request.read(()), request) if is_priced(request) else ""
+
+
+def _why(spec: Spec, request: PlanRequest) -> str:
+    if request.traced is None:
+        return _why_unsearched(spec, request)
+    if _states_everything(spec):
+        return "the plan states everything"
+    return request.traced.refuses(spec)
 
 
 def is_priced_instead(request: PlanRequest) -> bool:
@@ -107,24 +120,31 @@ def _stated(spec: Spec, request: PlanRequest) -> _StatedPlan:
         traced = request.traced.priced(spec)
         costed = Costed(traced.plan, cluster, profile, traced.chain)
         return _StatedPlan(traced.plan, traced.memory, costed, traced.flops, is_traced=True)
-    plan, found = make_plan(spec, request.graph), None
+    plan = make_plan(spec, request.graph)
+    if problems := list(unpriced(plan)):  # Found out before a trace, which takes seconds.
+        raise PlanError(problems)
     try:
         memory = estimate_analytic(plan, device=request.device, limit_bytes=request.limit_bytes)
+        found = None
     except PlanError:
         if request.price is None:
             raise
         found = request.price(spec)
         memory = found.memory
     try:
-        costed = Costed(plan, cluster, profile)
+        costed, flops = Costed(plan, cluster, profile), _sample_flops(plan)
+        assert costed.seconds
     except PlanError:
         if found is None:
             raise
-        costed = Costed(plan, cluster, profile, found.chain)
-    assert spec.batch.seq_len is not None
-    size = element_bytes_of(plan).computed
-    flops = chain_of(plan.graph, seq_len=spec.batch.seq_len, element_bytes=size).flops
+        costed, flops = Costed(plan, cluster, profile, found.chain), found.flops
     return _StatedPlan(plan, memory, costed, flops, is_traced=found is not None)
+
+
+def _sample_flops(plan: Plan) -> float:
+    """Return the flops of the forward and backward of one sample, by the model's config."""
+    (_, seq_len), size = plan.fed(), element_bytes_of(plan).computed
+    return chain_of(plan.graph, seq_len=seq_len, element_bytes=size).flops
 
 
 def price(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
@@ -138,11 +158,8 @@ def price(request: PlanRequest, report: Callable[[str], None] = lambda text: Non
         UnsearchedError: The plan does not fit.
         PlanError: The plan leaves something open, or the cost model has no figures for it.
     """
-    began, spec, traced = time.monotonic(), request.read(()), request.traced
-    if traced is None:
-        why = _why_unsearched(spec, request)
-    else:
-        why = "the plan states everything" if _states_everything(spec) else traced.refuses(spec)
+    began, spec = time.monotonic(), request.read(())
+    why = _why(spec, request)
     if spec.free_fields:
         left = " and ".join(spec.free_fields)
         are = "are" if len(spec.free_fields) > 1 else "is"
@@ -187,7 +204,7 @@ def price(request: PlanRequest, report: Callable[[str], None] = lambda text: Non
         flops=flops,
         profile=costed.profile,
         limit_bytes=request.limit_bytes,
-        objective=request.objective,
+        objective="time",  # Others compare plans, and there is only this one.
         profile_path=request.profile_path,
         bounds=(Bound(evaluated.seconds, evaluated.memory.worst.band[1]),),
         measured=(evaluated,),

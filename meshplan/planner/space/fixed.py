@@ -106,9 +106,9 @@ def check_fixed_choices(spec: Spec) -> None:
         for path, what, instead in (
             *((f"{at}.save", "a list of operations to save", "leave it out")
               for at, p in policies.items() if p.save),
-            *(("batch.accumulate", "gradient accumulation around a pipeline",
-               "state all samples as batch.micro, which the pipeline splits")
-              for _ in range(_accumulates_around_stages(spec, mesh))),
+            *([("batch.accumulate", "gradient accumulation around a pipeline",
+                "state all samples as batch.micro, which the pipeline splits")]
+              if _accumulates_around_stages(spec, mesh) else []),
         )
     ]  # fmt: skip
     if problems:

@@ -19,7 +19,7 @@ _KNOWN: Final = (*_TRIED, "GPipe")
 _LEFT_OUT: Final = {
     "GPipe": "it takes as long as 1F1B and keeps more",
     **{
-        word: f"ranks wait as long as with {_HALVED}, to 1%, and one has both ends of the model"
+        word: f"it is at most 1% faster than {_HALVED}, and one rank has both ends of the model"
         for word, row in SCHEDULES.items()
         if row.is_v
     },

@@ -9,9 +9,10 @@ from meshplan.cost.config import mode_of, offload_of, stage_of
 from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, PARAMS_ON_HOST
 from meshplan.cost.pipeline import CLOSED_FORMS
 from meshplan.errors import Problem
+from meshplan.layout.mesh import SHARD_AXES
 from meshplan.layout.optimizers import product_flops
 from meshplan.layout.schedules import SCHEDULES
-from meshplan.model.graph import is_inside
+from meshplan.model.graph import around, is_inside
 from meshplan.plan.plan import Plan
 from meshplan.planner.space.ep import LENDER
 
@@ -43,12 +44,14 @@ def unpriced(plan: Plan) -> Iterator[Problem]:
         (plan.micro is None, "a plan that states no batch size"),
         (any(loan.within != LENDER for loan in mesh.loans), f"ranks not borrowed from {LENDER}"),
         (any(u.on_host for f, u in a.units.items() if f and f not in blocks),
-         "offloaded parameters of modules that are no blocks"),
+         "offloaded parameters of units that are no blocks"),
+        (any(_reshards_apart(plan, fqn) for fqn in a.units),
+         "units that are resharded otherwise than the block or the model around them"),
         (bool(a.host_activations) and not offload_of(plan) & ACTIVATIONS_ON_HOST,
          "offloaded activations without full recomputation of all blocks"),
-        (len(axes_of_units(plan)) > 1 and (mode == "ddp" or mesh.size("ep") > 1),
+        (has_unlike_units(plan) and mesh.size("ep") > 1,
          "units that are not all sharded along the same axes"),
-        (mode == "shard" and not all(_is_in_root(plan, each) for each in apart),
+        (bool(a.units) and not all(_is_in_root(plan, each) for each in apart),
          "blocks inside larger units"),
         (odd_data, f"{a.strategy.name} on this mesh"),
         (bool(product_flops(plan.spec.optimizer, (1, 1)))
@@ -67,12 +70,12 @@ def unpriced(plan: Plan) -> Iterator[Problem]:
 def unsearched(plan: Plan) -> Iterator[Problem]:
     """Yield a problem for each feature that `Costed` prices, and the search does not."""
     a, stages = plan.assignment, plan.assignment.stages
-    is_sharded = MODES[mode_of(plan)] == "shard"
     over = (unit.reshard_after_forward for unit in a.units.values())
     for is_present, what in (
-        (is_sharded and not set(plan.graph.blocks()) <= set(a.units), "blocks that are not units"),
+        (bool(a.units) and not set(plan.graph.blocks()) <= set(a.units),
+         "blocks that are not units"),
         (any(not isinstance(each, bool) for each in over), "resharding over fewer ranks"),
-        (len(axes_of_units(plan)) > 1, "units that are not all sharded along the same axes"),
+        (has_unlike_units(plan), "units that are not all sharded along the same axes"),
         (any(u.on_host for u in a.units.values()) and not offload_of(plan) & PARAMS_ON_HOST,
          "offloaded parameters of single modules"),
         (any(each.policy.save for each in a.recompute.values()), "a list of operations to save"),
@@ -86,13 +89,28 @@ def unsearched(plan: Plan) -> Iterator[Problem]:
             yield Problem(f"the planner does not search plans with {what}", plan.spec.origin(""))
 
 
-def axes_of_units(plan: Plan) -> set[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Return the (axes that shard, axes that replicate) of all units but those of experts.
+def has_unlike_units(plan: Plan) -> bool:
+    """Return True if a unit is sharded along other axes than the plan's strategy shards along.
 
-    With ep, the units of experts are sharded over the ranks that ep leaves.
+    Units of experts are left out: with ep they are sharded over the ranks that ep leaves. So are
+    the units of ddp, which shard nothing.
     """
+    if MODES[mode_of(plan)] == "ddp":
+        return False
+    a, mesh = plan.assignment, plan.mesh
+    usual = mesh.present(SHARD_AXES), mesh.present(("dp_replicate",))
+    units = (unit for fqn, unit in a.units.items() if fqn not in a.experts)
+    return any((unit.shard_axes, unit.replicate_axes) != usual for unit in units)
+
+
+def _reshards_apart(plan: Plan, fqn: str) -> bool:
+    """Return True if a unit that is no block is resharded otherwise than the unit around it."""
     a = plan.assignment
-    return {(u.shard_axes, u.replicate_axes) for f, u in a.units.items() if f not in a.experts}
+    unit = a.units[fqn]
+    if not fqn or fqn in a.experts or fqn in plan.graph.blocks() or not unit.is_sharded:
+        return False
+    outer = next(a.units[each] for each in (*around(fqn), "") if each != fqn and each in a.units)
+    return outer.is_sharded and outer.reshard_after_forward != unit.reshard_after_forward
 
 
 def _is_in_root(plan: Plan, block: str) -> bool:

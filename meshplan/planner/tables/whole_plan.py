@@ -14,12 +14,11 @@ import numpy as np
 from meshplan.cost.chain import AFTER, BEFORE, parts_of, parts_of_places, with_optimizer
 from meshplan.cost.config import (
     chain_of_plan,
-    mode_of,
     option_of,
     plan_as_config,
     stage_of_places,
 )
-from meshplan.cost.grid import MODES, OPTIONS, PARAMS_ON_HOST
+from meshplan.cost.grid import OPTIONS, PARAMS_ON_HOST
 from meshplan.cost.pipeline import (
     CLOSED_FORMS,
     crossing_seconds,
@@ -38,7 +37,7 @@ from meshplan.layout.schedules import SCHEDULES
 from meshplan.memory.analytic.microbatches import op_refusals
 from meshplan.plan.plan import Plan
 from meshplan.planner.tables.cost_table import weights
-from meshplan.planner.tables.unpriced import axes_of_units, is_uneven, not_read, unpriced
+from meshplan.planner.tables.unpriced import has_unlike_units, is_uneven, not_read, unpriced
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +399,7 @@ class Costed:
         over = unit.reshard_after_forward if unit is not None else False
         # Nothing hides the root unit, which also has the parameters of blocks that are no units.
         is_outside = part in (BEFORE, AFTER)
-        is_in_root = is_outside or (unit is None and MODES[mode_of(self.plan)] == "shard")
+        is_in_root = is_outside or (unit is None and bool(units))
         ranks = None if isinstance(over, bool) else over
         its = unit or units.get("")
         is_on_host = its is not None and its.on_host
@@ -410,7 +409,7 @@ class Costed:
     def _unlike_parts(self) -> dict[str, tuple[UnitPart, ...]]:
         """How each part of the model is sharded; {} if all units of the plan are alike."""
         a = self.plan.assignment
-        if len(axes_of_units(self.plan)) < 2:
+        if not has_unlike_units(self.plan):
             return {}
         numels: dict[str, Counter[tuple[tuple[str, ...], tuple[str, ...]]]] = {}
         for fqn, part in parts_of(self.plan.graph).items():

@@ -128,7 +128,8 @@ def why_not_to_text(answer: WhyNot) -> list[str]:
         memory = format_gib(answer.evaluated.memory.worst.band[1])
         lines += [
             "",
-            f"the best plan with it, {format_step(answer.seconds)} a step, at most {memory}:",
+            f"the best plan with it, {format_step(answer.seconds)} a step, at most {memory}"
+            + (":" if answer.evaluated.stated else ", as it is stated"),
         ]
         lines += [part for line in plan_lines(answer.evaluated) for part in wrapped(f"  {line}", 4)]
     return lines
