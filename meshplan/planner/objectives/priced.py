@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from meshplan.cost.chain import chain_of
-from meshplan.errors import PlanError, Problem
+from meshplan.errors import PlanError, Problem, UnstatedError
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.memory.analytic.estimate import check_analytic, estimate_analytic
 from meshplan.memory.analytic.microbatches import refusals
@@ -126,6 +126,8 @@ def _stated(spec: Spec, request: PlanRequest) -> _StatedPlan:
     try:
         memory = estimate_analytic(plan, device=request.device, limit_bytes=request.limit_bytes)
         found = None
+    except UnstatedError:
+        raise  # A trace would lack it, too.
     except PlanError:
         if request.price is None:
             raise
