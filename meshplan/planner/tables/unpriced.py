@@ -104,12 +104,17 @@ def has_unlike_units(plan: Plan) -> bool:
 
 
 def _reshards_apart(plan: Plan, fqn: str) -> bool:
-    """Return True if a unit that is no block is resharded otherwise than the unit around it."""
-    a = plan.assignment
+    """Return True if a unit that is no block is resharded otherwise than the unit around it.
+
+    Outside the blocks of a live model, units may be: they are priced as if they were not.
+    """
+    a, blocks = plan.assignment, plan.graph.blocks()
     unit = a.units[fqn]
-    if not fqn or fqn in a.experts or fqn in plan.graph.blocks() or not unit.is_sharded:
+    if not fqn or fqn in a.experts or fqn in blocks or not unit.is_sharded:
         return False
-    outer = next(a.units[each] for each in (*around(fqn), "") if each != fqn and each in a.units)
+    if not plan.graph.config and not any(is_inside(fqn, block) for block in blocks):
+        return False
+    outer = next((a.units[each] for each in around(fqn) if each != fqn and each in a.units), unit)
     return outer.is_sharded and outer.reshard_after_forward != unit.reshard_after_forward
 
 
