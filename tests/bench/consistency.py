@@ -14,6 +14,7 @@ import contextlib
 import io
 import json
 import random
+import re
 import sys
 import tempfile
 import time
@@ -258,7 +259,8 @@ def examined(
     has_plan = code == 0
     if code > 1:
         words = err.splitlines()[1] if err.count("\n") > 1 else err
-        kind = f"not planned: {words.partition('yaml: ')[2] or words}"
+        words = re.sub(r"\d+", "N", re.sub(r"^\S+\.yaml\S*\s", "", words))
+        kind = f"not planned: {words}"
     elif got["result"].get("as_written"):
         ask("no lock", {"plan": of_plan(got["result"]["as_written"], got["result"]["limit_bytes"])})
     elif has_plan:

@@ -130,6 +130,15 @@ def test_what_is_left_open_needs_a_search(name, write):
     assert "priced as it stands" in error.value.problems[0].fix
 
 
+def test_what_a_stated_plan_leaves_out_has_its_default(write):
+    path = write({"mesh": {"pp": 4, "dp_shard": 2}, "pipeline": {"schedule": "ZBVZeroBubble"}})
+    decision = search_plan(path)
+    assert decision.num_configs == 1
+    assert decision.chosen.plan.digest() == checking.decide(path).digest()
+    found = checking.estimate_memory(path)
+    assert decision.chosen.memory.worst.band == found.worst.band
+
+
 def test_what_does_not_fit_is_said(write):
     path = write({**piped("ZBVZeroBubble"), "batch": {"micro": 8, "seq_len": 262144}})
     with pytest.raises(PlanError, match=r"the plan as stated does not fit: .* of 79\.1 GiB"):

@@ -31,12 +31,14 @@ from meshplan.spec.spec import Spec
 def is_priced(request: PlanRequest) -> bool:
     """Return True if a plan is priced as it is stated, and not searched.
 
-    That is so if it states everything and the planner cannot search plans like it. A live model's
-    plan that cannot be searched is refused there if it leaves something open.
+    That is so if the planner cannot search plans like it. What such a plan leaves out has its
+    default. A config's plan with something `auto` is left to the search, which says what keeps it
+    from that; a live model's is refused by `price`.
     """
     traced, spec = request.traced, request.read(())
     if traced is None:
-        return _states_everything(spec) and bool(_why_unsearched(spec, request))
+        is_closed = spec.mesh is not None and not spec.free_fields
+        return is_closed and bool(_why_unsearched(spec, request))
     if not traced.is_priced(spec):
         return False
     mesh = spec.mesh if isinstance(spec.mesh, Mapping) else {}
@@ -87,6 +89,8 @@ def _why_unsearched(spec: Spec, request: PlanRequest) -> str:
     """Return why the planner cannot search plans of a config like a stated one; "" if it can."""
     try:
         plan = make_plan(spec, request.graph)
+        if plan.micro is None:
+            return ""  # The search asks for a batch.
         problem = next(iter((*unsearched(plan), *refusals(plan))), None)
         if problem is None:
             check_analytic(plan, device=request.device)

@@ -13,8 +13,7 @@ from meshplan.model.graph import ModelGraph
 from meshplan.spec.spec import Borrow, Spec
 
 AS_STATED: Final = (
-    "state mesh, strategy, activation_checkpointing and batch.micro, so that the plan is priced as "
-    "it stands"
+    "leave nothing auto, and state mesh and batch.micro: the plan is priced as it stands"
 )
 """The way forward where the search cannot vary a plan, but the cost model has figures for it."""
 
