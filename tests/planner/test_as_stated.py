@@ -139,6 +139,13 @@ def test_what_a_stated_plan_leaves_out_has_its_default(write):
     assert decision.chosen.memory.worst.band == found.worst.band
 
 
+def test_a_plan_that_the_search_completes_is_searched(write):
+    """With tp, the planner adds the styles that a plan leaves out."""
+    path = write({"mesh": {"dp_shard": 4, "tp": 2}, "strategy": "full_shard"})
+    decision = search_plan(path)
+    assert decision.chosen.stated["tp_plan"] == "auto"
+
+
 def test_what_does_not_fit_is_said(write):
     path = write({**piped("ZBVZeroBubble"), "batch": {"micro": 8, "seq_len": 262144}})
     with pytest.raises(PlanError, match=r"the plan as stated does not fit: .* of 79\.1 GiB"):

@@ -89,14 +89,17 @@ def _why_unsearched(spec: Spec, request: PlanRequest) -> str:
     """Return why the planner cannot search plans of a config like a stated one; "" if it can."""
     try:
         plan = make_plan(spec, request.graph)
-        if plan.micro is None:
-            return ""  # The search asks for a batch.
-        problem = next(iter((*unsearched(plan), *refusals(plan))), None)
-        if problem is None:
-            check_analytic(plan, device=request.device)
+    except PlanError:
+        return ""  # The search may add what is missing, and else says what is wrong.
+    if plan.micro is None:
+        return ""
+    if problems := [*unsearched(plan), *refusals(plan)]:
+        return problems[0].what
+    try:
+        check_analytic(plan, device=request.device)
     except PlanError as error:
         return error.problems[0].what
-    return problem.what if problem is not None else ""
+    return ""
 
 
 class _StatedPlan(NamedTuple):
