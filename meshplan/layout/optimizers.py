@@ -1,4 +1,4 @@
-"""What optimizers need beyond a fixed number of tensors of the parameter's shape.
+"""States and products of optimizers beyond a fixed number of tensors of the parameter's shape.
 
 The state of Adafactor, Muon and 8-bit AdamW depends on the shape; `spec.OPTIMIZER_STATES` counts
 the tensors of all others. Muon's step multiplies matrices.

@@ -99,16 +99,15 @@ def check_fixed_choices(spec: Spec) -> None:
                 "leave it out, or run meshplan estimate, which needs no step time")
         for path, what in stated
     ]  # fmt: skip
+    as_stated = [(f"{at}.save", "a list of operations to save", "leave it out")
+                 for at, p in policies.items() if p.save]  # fmt: skip
+    if _accumulates_around_stages(spec, mesh):
+        instead = "state all samples as batch.micro, which the pipeline splits"
+        as_stated.append(("batch.accumulate", "gradient accumulation around a pipeline", instead))
     problems += [
         Problem(f"the planner does not search plans with {what}", spec.origin(path),
                 f"{instead}, or {AS_STATED}")
-        for path, what, instead in (
-            *((f"{at}.save", "a list of operations to save", "leave it out")
-              for at, p in policies.items() if p.save),
-            *([("batch.accumulate", "gradient accumulation around a pipeline",
-                "state all samples as batch.micro, which the pipeline splits")]
-              if _accumulates_around_stages(spec, mesh) else []),
-        )
+        for path, what, instead in as_stated
     ]  # fmt: skip
     if problems:
         raise PlanError(problems)

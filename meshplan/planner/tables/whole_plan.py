@@ -61,7 +61,7 @@ class BlockCost:
 
 
 class _UnitSettings(NamedTuple):
-    """How FSDP2 gathers the parameters of a place.
+    """Settings by which FSDP2 gathers the parameters of a place.
 
     Attributes:
         is_awaited: If True, nothing hides the gathers and reductions.
@@ -101,9 +101,17 @@ class _Place(NamedTuple):
         return float(self.found.backward_s[0, self.option])
 
     @property
+    def ends_s(self) -> float:
+        return float(self.found.ends_s[0, self.option])
+
+    @property
+    def update_s(self) -> float:
+        return float(self.found.update_s[0])
+
+    @property
     def once_s(self) -> float:
         """Seconds once per step: at the step's ends, and of the optimizer."""
-        return float(self.found.ends_s[0, self.option] + self.found.update_s[0])
+        return self.ends_s + self.update_s
 
     @property
     def compute_s(self) -> float:
@@ -206,16 +214,17 @@ class Costed:
         stages, count = self.plan.assignment.stages, int(self.row["microbatches"][0])
         num = stages.num if stages is not None else 1
         once_s = [sum(p.once_s / count for p in self._places if p.stage == n) for n in range(num)]
-        each = self.stage_seconds
+        each, one_run = self.stage_seconds, self._one_run
         compute = np.array([sum(place.compute_s for place in self._places)])
+        crossing = np.array([each.crossing_s])
         if stages is None or (stages.schedule in CLOSED_FORMS and not is_uneven(self.plan)):
             by_rank = [0.0] * int(self.row["pp"][0])
             parts = zip(each.forward_s, each.backward_s, once_s, strict=True)
             for stage, stage_s in enumerate(map(sum, parts)):
                 by_rank[stages.rank_of(stage) if stages else 0] += stage_s
-            a, b = (float(each[0]) for each in weights(self._one_run))
+            (a,), (b,) = weights(one_run)
             seconds = a * max(by_rank) + b * sum(by_rank)
-            sending = sending_seconds(self._one_run, compute, np.array([each.crossing_s]))
+            sending = sending_seconds(one_run, compute, crossing)
         else:
             step = simulate(
                 SCHEDULES[stages.schedule],
@@ -226,9 +235,9 @@ class Costed:
                 crossing_s=each.crossing_s,
             )
             seconds = step.seconds
-            sending = unhidden_seconds(self._one_run, compute, np.array([each.crossing_s]))
+            sending = unhidden_seconds(one_run, compute, crossing)
         runs = 1 if stages is None else self.plan.accumulate
-        return runs * (seconds + float(sending[0]))
+        return float(runs * (seconds + sending[0]))
 
     @cached_property
     def stage_seconds(self) -> StageSeconds:
@@ -247,7 +256,7 @@ class Costed:
 
     @property
     def step_parts(self) -> StepParts:
-        """What the seconds of a step without a pipeline are spent on."""
+        """Parts of the seconds of a step without a pipeline, by what they are spent on."""
         count, parts = int(self.row["microbatches"][0]), np.zeros(6)
         for place in self._places:
             found, option = place.found, place.option
@@ -256,9 +265,8 @@ class Costed:
             again = place.backward_s - float(found.backward_s[0, plain])
             sent = float(found.exposed_tp_s[0])
             waits = place.forward_s + place.backward_s - again - place.compute_s - sent
-            update = float(found.update_s[0])
             passes = np.array((place.compute_s, again, sent, waits)) * count
-            parts += (*passes, place.once_s - update, update)
+            parts += (*passes, place.ends_s, place.update_s)
         compute, again, sent, waits, ends, update = parts.tolist()
         return StepParts(
             compute_s=compute,
@@ -292,9 +300,8 @@ class Costed:
         """Return the seconds of forward, backward and the optimizer, with communication."""
         count, sums = int(self.row["microbatches"][0]), np.zeros(3)
         for place in places:
-            update = float(place.found.update_s[0])
-            ends = place.once_s - update
-            sums += (count * place.forward_s, count * place.backward_s + ends, update)
+            backward_s = count * place.backward_s + place.ends_s
+            sums += (count * place.forward_s, backward_s, place.update_s)
         return sums
 
     @property
@@ -407,7 +414,7 @@ class Costed:
 
     @cached_property
     def _unlike_parts(self) -> dict[str, tuple[UnitPart, ...]]:
-        """How each part of the model is sharded; {} if all units of the plan are alike."""
+        """Layouts of each part of the model; {} if all units of the plan are alike."""
         a = self.plan.assignment
         if not has_unlike_units(self.plan):
             return {}
