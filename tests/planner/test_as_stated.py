@@ -265,13 +265,17 @@ def test_a_replicated_block_is_stepped_on_by_every_rank(write):
     assert three == pytest.approx(8 * four)
 
 
-def test_what_sends_take_longer_than_computation_is_told(write):
+def test_what_sends_take_longer_than_computation_is_told(write, monkeypatch):
     """Each rank of a V has two stages, which share its link."""
     path = write(piped("ZBVZeroBubble"))
     usual = costed(path)
     slow = usual.with_profile(replace(usual.profile, intra_bytes_per_s=1e7))
     sends = 2 * 8 * 2 * slow.stage_seconds.crossing_s
     assert slow.seconds > sends
+    computes = 8 * sum(place.compute_s for place in slow._places) / 4
+    again = slow.with_profile(slow.profile)
+    monkeypatch.setattr(whole_plan, "unhidden_seconds", lambda *_: [0.0])
+    assert slow.seconds - again.seconds == pytest.approx(sends - computes, rel=1e-9)
 
 
 def test_all_units_replicated_alike_are_no_shards(write):
