@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from meshplan.cost.grid import GRID, OPTIONS, SCHEDULE_WORDS
 from meshplan.layout.schedules import SCHEDULES, actions
-from meshplan.planner.solve.config import Candidate, ConfigSolver, solve_config
+from meshplan.planner.solve.config import Candidate, Capacity, ConfigSolver, solve_config
 from meshplan.planner.solve.result import ReplayedMemory
 from meshplan.planner.tables.cost_table import CostTable, weights
 from meshplan.planner.tables.in_flight import in_flight
@@ -254,10 +254,11 @@ def least_seconds(
     return float(seconds[held <= room * (1 + 1e-12)].min(initial=float("inf")))
 
 
-def fastest_rounds(numbers: CostTable, row: int, capacity: float) -> float:
+def fastest_rounds(numbers: CostTable, row: int, capacity: Capacity) -> float:
     """Seconds of the best way of a row with several stages a rank, by trying every cut."""
     config, blocks = numbers.grid[row], sum(map(bool, numbers.names))
     ranks, virtual = int(config["pp"]), int(config["virtual"])
+    capacities = capacity if isinstance(capacity, tuple) else (capacity,) * ranks
     played = SCHEDULE_WORDS[config["schedule"]], ranks, virtual, int(config["microbatches"])
     kept, handed = kept_by(*played), handed_by(*played)
     began = began_by(*played) if played[0] != HALVED else (False,) * ranks
@@ -275,7 +276,7 @@ def fastest_rounds(numbers: CostTable, row: int, capacity: float) -> float:
             stages = [(1,) * size for size in each]
             waiting = sum(handed[rank]) - (handed[rank][-1] if rank == ranks - 1 else 0.0)
             waiting -= handed[rank][0] if rank == 0 else 0.0
-            room = capacity - waiting * float(numbers.sent[row])
+            room = capacities[rank] - waiting * float(numbers.sent[row])
             if rank == 0:
                 stages[0] = (0, *stages[0])
             if rank == ranks - 1:
@@ -299,12 +300,13 @@ def stage_values(numbers: CostTable, row: int, stage: int, blocks: Any, room: fl
     return least_seconds(numbers, row, [(k, blocks.count(k), keeps) for k in {*blocks}], room)
 
 
-def fastest(numbers: CostTable, row: int, capacity: float) -> float:
+def fastest(numbers: CostTable, row: int, capacity: Capacity) -> float:
     """Seconds of the best way of one row, by trying every cut."""
     config, length = numbers.grid[row], len(numbers.order)
     if config["virtual"] > 1:
         return fastest_rounds(numbers, row, capacity)
     stages = int(config["pp"])
+    capacities = capacity if isinstance(capacity, tuple) else (capacity,) * stages
     named = numbers.names or ("block",) * length
     may_begin = [c for c in range(1, length) if named[c] and any(named[:c])]
     a, b = (float(each[row]) for each in weights(numbers.grid))
@@ -316,7 +318,7 @@ def fastest(numbers: CostTable, row: int, capacity: float) -> float:
         for stage, (i, j) in enumerate(itertools.pairwise(ends)):
             is_last = stage == stages - 1
             waiting = 0.0 if is_last or not stage else in_flight(config, stage)
-            room = capacity - waiting * float(numbers.sent[row])
+            room = capacities[stage] - waiting * float(numbers.sent[row])
             room -= beside_blocks(numbers, row, stage)
             key = (stage, i, j)
             if key not in known:
@@ -324,6 +326,11 @@ def fastest(numbers: CostTable, row: int, capacity: float) -> float:
             times.append(known[key])
         best = min(best, a * max(times) + b * sum(times) + float(numbers.once_s[row]))
     return best
+
+
+def everywhere(candidate: Candidate, excess: float) -> dict[int, float]:
+    """The same excess bytes on every rank."""
+    return dict.fromkeys(range(len(candidate.linear_bytes)), float(excess))
 
 
 def always_fits(candidate: Candidate) -> ReplayedMemory:

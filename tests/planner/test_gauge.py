@@ -144,8 +144,11 @@ def test_a_guess_of_what_is_reserved_is_near(job: PlanningProblem) -> None:
         guess = job.guess(numbers, candidate)
         measured = job.measure(numbers, candidate, to_the_end=True)
         if guess is not None and measured.result is not None:
-            linear = max(candidate.linear_bytes)
-            shares.append((linear + guess.excess_bytes) / (linear + measured.excess_bytes))
+            shares += [
+                (linear + guess.excess[rank]) / (linear + measured.excess[rank])
+                for rank, linear in enumerate(candidate.linear_bytes)
+                if rank in guess.excess
+            ]
     assert len(shares) > 6
     assert 0.9 < float(np.median(shares)) < 1.1
 
@@ -247,3 +250,22 @@ def test_what_is_surely_over_is_known_without_a_guess(job: PlanningProblem) -> N
         assert is_over == (guess is not None and guess.is_over)
         over += is_over
     assert 1 < over < 8
+
+
+def test_a_rank_of_an_earlier_candidate_is_not_replayed_again(job: PlanningProblem) -> None:
+    """Another rank's blocks, cuts or options change nothing of it: as if nothing was known."""
+    numbers, rng, ranks = job.table, random.Random(2), 0
+    rows = np.flatnonzero((job.grid["pp"] > 1) & (job.grid["pp"] < 8) & (job.grid["offload"] == 0))
+    for row in map(int, rng.sample(rows.tolist(), 4)):
+        smallest = ConfigSolver(numbers, row, float("inf")).smallest()
+        for _ in range(3):
+            room = tuple(each * rng.uniform(1.0, 1.6) for each in smallest.linear_bytes)
+            found = solve_config(numbers, row, room) or smallest
+            for each in job.free.allocators:
+                fresh = PlanningProblem(job.request)
+                one = job.measure(numbers, found, to_the_end=True, allocators=(each,))
+                other = fresh.measure(fresh.table, found, to_the_end=True, allocators=(each,))
+                assert one.result.memory.groups == other.result.memory.groups
+                ranks += len(found.linear_bytes)
+    assert len(job.free.allocators) == 2
+    assert len({key[:2] for key in vars(job)["_ranks"]}) < 0.9 * ranks

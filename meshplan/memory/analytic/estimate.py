@@ -19,7 +19,7 @@ from meshplan.memory.analytic.microbatches import (
     loss_chunks_of,
     spread_of,
 )
-from meshplan.memory.analytic.ranks import ERROR, AnalyticRanks
+from meshplan.memory.analytic.ranks import ERROR, AnalyticRanks, KnownRanks
 from meshplan.memory.analytic.stages import Played
 from meshplan.memory.answer.assemble import assemble_figures, least_bytes, with_packed
 from meshplan.memory.answer.estimate import MemoryEstimate, Tier
@@ -58,6 +58,7 @@ def estimate_analytic(
     stage_guess_bytes: Sequence[float] = (),
     played: Played | None = None,
     logs: Logs | None = None,
+    known: KnownRanks | None = None,
 ) -> MemoryEstimate:
     """Estimate every rank's peak memory from the model's config, without importing torch.
 
@@ -80,6 +81,8 @@ def estimate_analytic(
         played: Cache of the stages played for earlier plans; None for an empty cache.
         logs: Cache of the ranks' logs, for plans that differ in nothing but the allocator setting;
             None for no cache.
+        known: Cache of the ranks' results, for plans that differ only in the blocks of some
+            pipeline ranks; None for no cache.
 
     Raises:
         PlanError: There are no rules for the model's ops, or for a feature of the plan.
@@ -102,6 +105,7 @@ def estimate_analytic(
             logs[rank, summarised] = _log_of(works, plan, rank, summarised=summarised)
         return logs[rank, summarised]
 
+    places = [plan.mesh.index(ranks[0], ("pp",)) for ranks in groups]
     ranks = AnalyticRanks(
         [each[0] for each in groups],
         write,
@@ -110,11 +114,12 @@ def estimate_analytic(
         only_summarised=works.only_summarised,
         stop_above_bytes=stop_above_bytes,
         keeps_logs=keeps_logs,
+        known=known,
+        places=places,
     )
     # The last stage computes the loss; the first has the most microbatches in flight.
     order = [len(groups) - 1, *range(len(groups) - 1)]
     if stage_guess_bytes:
-        places = [plan.mesh.index(ranks[0], ("pp",)) for ranks in groups]
         order.sort(key=lambda number: -stage_guess_bytes[places[number]])
     results = ranks.results(order)
     kept = [each.log for each in results if each.log is not None]

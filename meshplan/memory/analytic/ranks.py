@@ -9,7 +9,7 @@ time if there are two cores; the results are the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -45,12 +45,14 @@ class AnalyticRank(NamedTuple):
 
     Attributes:
         figures: Peak, categories and reserved bytes.
+        pooled_bytes: Lower bound on the reserved bytes, from the log alone.
         is_full: True if every microbatch was expanded, False if some were summarised.
         log: The step without cuBLAS's workspaces; None if logs are not kept.
         replayed: The result of playing the log on the allocator; None if logs are not kept.
     """
 
     figures: RankSummary
+    pooled_bytes: int
     is_full: bool
     log: EventLog | None = None
     replayed: ReservedLog | None = None
@@ -66,6 +68,21 @@ class AnalyticRank(NamedTuple):
         return int(margin(self.figures.reserve.reserved_bytes) * (1 + self.error))
 
 
+class KnownRanks(NamedTuple):
+    """A cache of ranks' results for plans that differ only in the blocks of some pipeline ranks.
+
+    What a rank needs depends on its own blocks alone.
+
+    Attributes:
+        results: {(key of the blocks, rank, whether it was summarised): result}.
+        keys: For each position along pp, a key that is equal where the rank's blocks are, with
+            their options, and everything that plans choose for all ranks.
+    """
+
+    results: dict[Hashable, AnalyticRank]
+    keys: Sequence[Hashable]
+
+
 class AnalyticRanks:
     """Estimates one rank of each class of equal ranks of a plan.
 
@@ -79,6 +96,8 @@ class AnalyticRanks:
         stop_above_bytes: Stop with `OverError` as soon as one rank is known to reserve more than
             this.
         keeps_logs: If True, keep the logs in addition to their figures.
+        known: Cache of results; None for no cache. It is not used if logs are kept.
+        places: Position of each of `ranks` along pp.
     """
 
     def __init__(
@@ -91,10 +110,13 @@ class AnalyticRanks:
         only_summarised: bool,
         stop_above_bytes: float,
         keeps_logs: bool,
+        known: KnownRanks | None = None,
+        places: Sequence[int] = (),
     ) -> None:
         self._ranks, self._write, self._replays = ranks, write, replays
         self._summarised, self._only_summarised = summarised, only_summarised
         self._stop_above_bytes, self._keeps_logs = stop_above_bytes, keeps_logs
+        self._known, self._places = None if keeps_logs else known, places
 
     def results(self, order: Sequence[int]) -> list[AnalyticRank]:
         """Return the result of each rank, in the order of `ranks`.
@@ -114,6 +136,8 @@ class AnalyticRanks:
             done = each(first, order)
         else:  # A plan over the limit usually ends with its first rank, and forking takes time.
             done = [first(order[0]), *each(first, order[1:])]
+        for number, result in zip(order, done, strict=True):
+            self._keep(number, result)  # Another process may have computed it.
         found = dict(zip(order, done, strict=True))
         results = [found[number] for number in range(len(order))]
         if not self._only_summarised:
@@ -134,20 +158,33 @@ class AnalyticRanks:
 
     def _of(self, number: int, *, summarised: bool, is_first: bool = False) -> AnalyticRank:
         rank, stop_above_bytes = self._ranks[number], self._stop_above_bytes
-        log = self._write(rank, summarised)
         may_stop = summarised and not self._only_summarised and stop_above_bytes < math.inf
-        # The first rank usually decides, so check its cheap lower bound before playing the log on
-        # the allocator. Other ranks usually fit, and their logs must then be played in any case.
-        if may_stop and is_first and log.pooled_bytes > stop_above_bytes:
-            raise OverError(rank, log.pooled_bytes)
-        replayed = self._replays.of(log)
-        reserved = replayed.reserve.reserved_bytes
-        if may_stop and reserved > stop_above_bytes and log.pooled_bytes > stop_above_bytes:
-            raise OverError(rank, log.pooled_bytes)
+        result = self._known.results.get(self._key(number, summarised)) if self._known else None
+        if result is None:
+            log = self._write(rank, summarised)
+            # The first rank usually decides, so check its cheap lower bound before playing the log
+            # on the allocator. Other ranks usually fit, and their logs must be played in any case.
+            if may_stop and is_first and log.pooled_bytes > stop_above_bytes:
+                raise OverError(rank, log.pooled_bytes)
+            replayed = self._replays.of(log)
+            kept = (log, replayed) if self._keeps_logs else ()
+            result = AnalyticRank(replayed.figures, log.pooled_bytes, not summarised, *kept)
+            self._keep(number, result)
+        reserved, pooled = result.figures.reserve.reserved_bytes, result.pooled_bytes
+        if may_stop and reserved > stop_above_bytes and pooled > stop_above_bytes:
+            raise OverError(rank, pooled)
         if reserved > stop_above_bytes and (self._only_summarised or not summarised):
             raise OverError(rank, reserved)
-        kept = (log, replayed) if self._keeps_logs else ()
-        return AnalyticRank(replayed.figures, not summarised, *kept)
+        return result
+
+    def _keep(self, number: int, result: AnalyticRank) -> None:
+        """Add the result of a rank to the cache."""
+        if self._known is not None:
+            self._known.results[self._key(number, not result.is_full)] = result
+
+    def _key(self, number: int, summarised: bool) -> Hashable:
+        assert self._known is not None
+        return self._known.keys[self._places[number]], self._ranks[number], summarised
 
     def _expand_highest(self, results: list[AnalyticRank]) -> None:
         """Expand the rank with the highest `high_bytes`, until the highest is expanded in full.
@@ -167,6 +204,7 @@ class AnalyticRanks:
             found = ahead[highest]
             if isinstance(found, OverError):
                 raise found
+            self._keep(highest, found)
             results[highest] = found
 
     def _in_full(self, number: int) -> AnalyticRank | OverError:

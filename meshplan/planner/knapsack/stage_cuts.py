@@ -58,7 +58,10 @@ def least_cut_cost(table: Floats, weights: tuple[float, float]) -> float:
         table: [stages, length + 1, length + 1] seconds, as `bounds` of `cut_into_stages`.
         weights: The factors (a, b).
     """
-    return weights[0] * _slowest(table) + weights[1] * _shortest(table)[0]
+    least_sum, _ = _shortest(table)
+    if least_sum == float("inf"):  # A weight may be 0.
+        return least_sum
+    return weights[0] * _slowest(table) + weights[1] * least_sum
 
 
 def _best(

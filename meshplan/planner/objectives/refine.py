@@ -91,7 +91,7 @@ def _improve(
         if measured.fits:
             found.best, found.measured = candidate, measured
             return
-        over = measured.excess_bytes + candidate.linear_bytes[0] - peak
+        over = measured.most_excess + candidate.linear_bytes[0] - peak
         excess[reshard] = max(over, excess[reshard] + 1)
 
 

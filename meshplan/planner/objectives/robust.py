@@ -290,8 +290,9 @@ class _RobustChoice:
             late = self._deadline is not None and time.monotonic() > self._deadline
             if bounds[row] >= least or late or problem.request.is_stopped():
                 return
-            capacity = problem.capacity - self._found.excess.get(row, problem.taken(row))
-            candidate = solve_config(table, row, capacity)
+            excess = self._found.excess_of(problem.grid[row], row, problem.taken(row))
+            room = tuple(problem.capacity - more for more in excess)
+            candidate = solve_config(table, row, room)
             if candidate is None:
                 continue
             if self._regret(self._seconds(candidate)) < least:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -18,7 +18,7 @@ from meshplan.layout.mesh import AXES, DATA_AXES
 from meshplan.planner.problem.decision import Evaluated
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate, solve_config
-from meshplan.planner.solve.result import SearchResult
+from meshplan.planner.solve.result import SearchResult, excess_by_rank, ranks_over
 from meshplan.planner.tables.cost_table import CostTable
 from meshplan.spec.keys import KEEP
 from meshplan.spec.spec import Allocator
@@ -63,8 +63,8 @@ class Simplifier:
     def __init__(self, problem: PlanningProblem, table: CostTable, found: SearchResult) -> None:
         self._problem, self._cost_table, self._found = problem, table, found
         self._only: dict[tuple[int, Options], CostTable] = {}
-        self._excess: dict[tuple[int, tuple[Allocator, ...]], float] = {}
-        """{(configuration, allocators): excess bytes of the last candidate}."""
+        self._excess: dict[tuple[int, tuple[Allocator, ...]], tuple[float, ...]] = {}
+        """{(configuration, allocators): excess bytes of the last candidate, by rank}."""
 
     def choose(self) -> tuple[Evaluated | None, tuple[Evaluated, ...]]:
         """Choose the simplest plan within `SLACK` of the best.
@@ -141,10 +141,25 @@ class Simplifier:
                 if least <= key < limit:
                     heapq.heappush(waiting, (key, number, each))
 
-    def _known_excess(self, each: Try) -> float:
-        """Return the known excess bytes of a try: of its last candidate or its configuration."""
-        known = self._found.excess.get(each.row, self._problem.taken(each.row))
-        return self._excess.get((each.row, each.allocators), known)
+    def _known_excess(self, each: Try) -> tuple[float, ...]:
+        """Return the known excess bytes by rank: of a try's last candidate or configuration."""
+        problem, row = self._problem, each.row
+        known = self._found.excess_of(problem.grid[row], row, problem.taken(row))
+        return self._excess.get((row, each.allocators), known)
+
+    def _raise_excess(self, each: Try, one: Candidate, excess: Mapping[int, float]) -> None:
+        """Take the excess bytes with which a candidate of a try does not fit.
+
+        Those of a rank that does not fit grow in any case, so that tries come to an end.
+        """
+        known = self._known_excess(each)
+        ranks = range(len(known))
+        over = ranks_over(one.linear_bytes, excess, self._problem.capacity) or ranks
+        found = excess_by_rank(excess, len(known))
+        self._excess[each.row, each.allocators] = tuple(
+            max(found[rank], known[rank] * _MORE, 1.0) if rank in over else found[rank]
+            for rank in ranks
+        )
 
     def _solve(self, each: Try) -> Candidate | None:
         """Return the fastest candidate of a try within `SLACK`; None if there is none.
@@ -153,7 +168,7 @@ class Simplifier:
         """
         found, (row, options, _) = self._found, each
         assert found.best is not None
-        capacity = self._problem.capacity - self._known_excess(each)
+        capacity = tuple(self._problem.capacity - more for more in self._known_excess(each))
         limit = found.best.seconds * (1 + SLACK - _UNSEARCHED)
         if (row, options) not in self._only:
             self._only[row, options] = self._cost_table.only(row, options)
@@ -169,7 +184,7 @@ class Simplifier:
         """
         found, problem, table = self._found, self._problem, self._cost_table
         for each in tries:
-            guesses, key = 0, (each.row, each.allocators)
+            guesses = 0
             while most > 0 and not problem.request.is_stopped():
                 one = self._solve(each)
                 if one is None:
@@ -177,9 +192,8 @@ class Simplifier:
                 guesses += 1
                 few = guesses <= _MOST_GUESSES
                 guess = problem.guess(table, one, each.allocators) if few else None
-                if guess and max(one.linear_bytes) + guess.excess_bytes > problem.capacity:
-                    known = self._known_excess(each)
-                    self._excess[key] = max(guess.excess_bytes, known * _MORE, 1.0)
+                if guess and ranks_over(one.linear_bytes, guess.excess, problem.capacity):
+                    self._raise_excess(each, one, guess.excess)
                     continue
                 measured = problem.measure(table, one, allocators=each.allocators)
                 found.num_measured += 1
@@ -191,8 +205,7 @@ class Simplifier:
                     break
                 # The excess was larger than known: solve again with less capacity, until no
                 # candidate is within the slack.
-                known = self._known_excess(each)
-                self._excess[key] = max(measured.excess_bytes, known * _MORE, 1.0)
+                self._raise_excess(each, one, measured.excess)
 
     def _complexity(self, candidate: Candidate, allocator: str) -> tuple[float, ...]:
         """Return the complexity of a candidate, a tuple; the least is the simplest.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -20,8 +20,8 @@ SHARES: Final = (1 + RESERVED_ERROR) * (1 + ERROR)
 
 def excess_of(
     plan: Plan, memory: MemoryEstimate, candidate: Candidate, driver_bytes: int
-) -> tuple[float, tuple[int, ...]]:
-    """Return the most excess bytes of a rank, and the indices along pp of ranks that do not fit.
+) -> tuple[dict[int, float], tuple[int, ...]]:
+    """Return the excess bytes of each rank along pp, and the indices of those that do not fit.
 
     Args:
         plan: The plan of the candidate.
@@ -29,19 +29,33 @@ def excess_of(
         candidate: The candidate.
         driver_bytes: Bytes that the driver uses on every rank.
     """
-    excess, over = 0.0, set[int]()
+    excess, over = dict[int, float](), set[int]()
     # Undo the estimate's margins, so that the reserved bytes are comparable to linear bytes.
     for group in memory.groups:
         linear = (group.band[1] - driver_bytes) / SHARES
         place = plan.mesh.index(group.ranks[0], ("pp",))
-        excess = max(excess, linear - candidate.linear_bytes[place])
+        own = linear - candidate.linear_bytes[place]
+        excess[place] = max(excess.get(place, 0.0), own)
         if group.fits is False:
             over.add(place)
     return excess, tuple(sorted(over))
 
 
+def rank_keys(candidate: Candidate, allocator: str) -> list[Hashable]:
+    """Return a key for each rank along pp: equal keys mean equal blocks, options and settings.
+
+    Args:
+        candidate: The candidate.
+        allocator: The allocator setting.
+    """
+    num_ranks, ends = len(candidate.linear_bytes), candidate.ends
+    stages = [*zip(ends[:-1], ends[1:], candidate.option_counts, strict=True)]
+    # Stage s is on rank s % pp in every schedule that is searched.
+    return [(candidate.row, allocator, tuple(stages[rank::num_ranks])) for rank in range(num_ranks)]
+
+
 def least_over(found: Sequence[ReplayedMemory]) -> ReplayedMemory:
-    """Return the estimate with the fewest bytes of one candidate that fits with no allocator.
+    """Return the estimate with the least excess of one candidate that fits with no allocator.
 
     Its ranks that do not fit are those that fit with none of the settings.
 
@@ -49,7 +63,7 @@ def least_over(found: Sequence[ReplayedMemory]) -> ReplayedMemory:
         found: The estimates with each allocator setting.
     """
     over = set(found[0].over).intersection(*(each.over for each in found))
-    least = min(found, key=lambda each: each.excess_bytes)
+    least = min(found, key=lambda each: each.most_excess)
     return replace(least, over=tuple(sorted(over)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,7 @@ from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem, check_all
 from meshplan.layout.mesh import order_of
 from meshplan.memory.analytic.estimate import Logs, estimate_analytic
-from meshplan.memory.analytic.ranks import OverError
+from meshplan.memory.analytic.ranks import AnalyticRank, KnownRanks, OverError
 from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.memory.decoder.sizes import shape_of
 from meshplan.memory.log.driver import driver_bytes
@@ -25,7 +26,7 @@ from meshplan.planner.problem.allowed import not_searched, why_not_allowed
 from meshplan.planner.problem.certified import OVER, certify_plan, words_of
 from meshplan.planner.problem.chains import Chains
 from meshplan.planner.problem.decision import Evaluated, PlanRequest
-from meshplan.planner.problem.excess import SHARES, excess_of, least_over, refused_by
+from meshplan.planner.problem.excess import SHARES, excess_of, least_over, rank_keys, refused_by
 from meshplan.planner.problem.overrides import BlockChoice, blocks_of, statements
 from meshplan.planner.problem.truncated_estimate import Stages, TruncatedEstimate, TruncatedFigures
 from meshplan.planner.solve.config import Candidate
@@ -87,6 +88,7 @@ class PlanningProblem:
         self._driver = driver_bytes(request.device, ()).high
         self.measured: list[Evaluated] = []
         self._known: dict[tuple[object, ...], ReplayedMemory] = {}
+        self._ranks: dict[Hashable, AnalyticRank] = {}
         self._over: set[str] = set()
         self.is_widened, self._num_configs = False, 0
         self.allow(request.limit_bytes)
@@ -339,7 +341,7 @@ class PlanningProblem:
         """
         bound = self._truncated_bound(table, candidate, guesses=False)
         if not to_the_end and bound is not None and bound.is_over:  # With any allocator.
-            return ReplayedMemory(fits=False, excess_bytes=bound.least_bytes)
+            return ReplayedMemory(fits=False, excess=bound.least)
         found: list[ReplayedMemory] = []
         logs: Logs = {}
         for allocator in allocators or self.free.allocators:
@@ -376,9 +378,9 @@ class PlanningProblem:
             most = float("inf") if to_the_end or is_staged else self.capacity - links
             memory = self._memory(plan, most, candidate, logs)
         except OverError as over:
-            linear = candidate.linear_bytes[plan.mesh.index(over.rank, ("pp",))]
-            excess = over.reserved_bytes + links - linear
-            return ReplayedMemory(fits=False, excess_bytes=excess, is_of_row=self._is_of_row)
+            place = plan.mesh.index(over.rank, ("pp",))
+            excess = {place: over.reserved_bytes + links - candidate.linear_bytes[place]}
+            return ReplayedMemory(fits=False, excess=excess, is_of_row=self._is_of_row)
         except MeshplanError as error:
             return refused_by(error, candidate, is_of_cut=False)
         if (why := over_host(self.spec, plan, memory)) is not None:
@@ -390,15 +392,12 @@ class PlanningProblem:
         if words_of(evaluated) in self._over:
             return ReplayedMemory(fits=False, why=OVER, is_of_row=False)
         self.measured.append(evaluated)
-        fits = memory.fits is True
         places = places if is_staged else ()
-        return ReplayedMemory(fits, excess, "", evaluated, self._is_of_row, places)
+        return ReplayedMemory(memory.fits is True, excess, "", evaluated, self._is_of_row, places)
 
     def _decided(self, spec: Spec) -> Plan:
         """Return the plan that a spec without open fields declares for the model."""
-        return (
-            self._traced.decide(spec) if self._traced is not None else make_plan(spec, self._graph)
-        )
+        return self._traced.decide(spec) if self._traced else make_plan(spec, self._graph)
 
     @cached_property
     def _is_of_row(self) -> bool:
@@ -421,6 +420,7 @@ class PlanningProblem:
             stage_guess_bytes=candidate.linear_bytes,
             played=self._truncated.played,
             logs=logs,
+            known=KnownRanks(self._ranks, rank_keys(candidate, plan.spec.allocator)),
         )
 
     def certified(self, evaluated: Evaluated) -> Evaluated | None:
@@ -447,10 +447,11 @@ class PlanningProblem:
                 all that the plan leaves open.
         """
         bound = self._truncated_bound(table, candidate, guesses=True)
-        if bound is None or not bound.likely_bytes:
+        if bound is None or not bound.likely:
             return None
         some = allocators or self.free.allocators
-        return Guess(min(bound.likely_bytes[each] for each in some), bound.is_over)
+        likely = min((bound.likely[each] for each in some), key=lambda each: max(each.values()))
+        return Guess(likely, bound.is_over)
 
     def is_over(self, table: CostTable, candidate: Candidate) -> bool:
         """Return True if a lower bound on memory proves that a candidate does not fit.

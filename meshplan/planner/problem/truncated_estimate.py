@@ -42,15 +42,15 @@ class TruncatedFigures:
     """Bound and guess of a candidate's excess bytes, which come on top of its linear bytes.
 
     Attributes:
-        least_bytes: Lower bound on the excess bytes of a rank that is proved not to fit; 0 if there
-            is no such rank.
-        likely_bytes: {allocator setting: guessed excess bytes of the worst rank}; {} if no guess
-            was made.
+        least: {index along pp of a rank that is proved not to fit: lower bound on its excess bytes}
+            of the first such rank; {} if there is none.
+        likely: {allocator setting: {index of a rank along pp: guessed excess bytes}} of the ranks
+            that were examined; {} if no guess was made.
         is_over: If True, a rank is proved not to fit.
     """
 
-    least_bytes: float
-    likely_bytes: Mapping[Allocator, float]
+    least: Mapping[int, float]
+    likely: Mapping[Allocator, Mapping[int, float]]
     is_over: bool
 
 
@@ -194,7 +194,7 @@ class TruncatedEstimate:
         if not guesses and key not in self._seen and self._holds_less(candidate, capacity):
             return None
         seen = self._seen.get(key)
-        lacks = guesses and seen is not None and not seen.likely_bytes
+        lacks = guesses and seen is not None and not seen.likely
         if key not in self._seen or lacks:
             found = self._seen[key] = self._bound(row, stages, candidate, capacity, guesses=guesses)
             if found is not None and not found.is_over:
@@ -228,7 +228,7 @@ class TruncatedEstimate:
         linear = candidate.linear_bytes
         num_ranks = len(linear)
         fullest = max(range(num_ranks), key=linear.__getitem__)
-        stage_guess_bytes: dict[Allocator, float] = {}
+        likely: dict[Allocator, dict[int, float]] = {}
         is_known = False
         # Examine the rank with the most linear bytes first, then the first and the last rank, which
         # have the modules outside the blocks.
@@ -247,11 +247,11 @@ class TruncatedEstimate:
                 for each in self._allocators:
                     spec = replace(plan.spec, allocator=each)
                     guess = max(bound.likely_bytes(self._request.device, spec) + extra, least)
-                    stage_guess_bytes[each] = max(guess, stage_guess_bytes.get(each, guess))
+                    likely.setdefault(each, {})[place] = guess
             if is_over:
-                return TruncatedFigures(least, stage_guess_bytes, True)
+                return TruncatedFigures({place: least}, likely, True)
             is_known = True
-        return TruncatedFigures(0.0, stage_guess_bytes, False) if is_known else None
+        return TruncatedFigures({}, likely, False) if is_known else None
 
     def _bound_of_rank(
         self, row: np.void, stages: Stages, candidate: Candidate, place: int

@@ -28,6 +28,9 @@ from meshplan.planner.tables.cost_table import CostTable, weights
 from meshplan.planner.tables.stage_layout import BlockRanges, stage_layout_of
 from meshplan.shown import shown
 
+Capacity = float | tuple[float, ...]
+"""Linear bytes that every rank along pp may use; a tuple if they differ between the ranks."""
+
 
 @shown
 @dataclass(frozen=True, slots=True)
@@ -66,14 +69,14 @@ class _ConfigBounds:
 
 
 def solve_config(
-    table: CostTable, row: int, capacity: float, below: float = float("inf")
+    table: CostTable, row: int, capacity: Capacity, below: float = float("inf")
 ) -> Candidate | None:
     """Return the fastest candidate of one configuration within a limit of linear bytes.
 
     Args:
         table: The cost table.
         row: Index of the configuration in the grid.
-        capacity: Linear bytes that one rank may use.
+        capacity: Linear bytes that each rank may use.
         below: Seconds of a step that the candidate must beat.
 
     Returns:
@@ -88,7 +91,7 @@ def solve_config(
     return answer if answer is not None and answer.seconds < below else None
 
 
-def config_bound(table: CostTable, row: int, capacity: float) -> float:
+def config_bound(table: CostTable, row: int, capacity: Capacity) -> float:
     """Return a lower bound on the seconds of a step of the candidate that `solve_config` returns.
 
     The LP relaxation gives the bound in a fraction of the time of `solve_config`. The bound is
@@ -97,7 +100,7 @@ def config_bound(table: CostTable, row: int, capacity: float) -> float:
     Args:
         table: The cost table.
         row: Index of the configuration in the grid.
-        capacity: Linear bytes that one rank may use.
+        capacity: Linear bytes that each rank may use.
     """
     known = _known(table, row, capacity)
     if known.row is not None:
@@ -105,7 +108,7 @@ def config_bound(table: CostTable, row: int, capacity: float) -> float:
     return known.answer.seconds if known.answer is not None else float("inf")
 
 
-def _known(table: CostTable, row: int, capacity: float) -> _ConfigBounds:
+def _known(table: CostTable, row: int, capacity: Capacity) -> _ConfigBounds:
     """Return the cached results for a configuration and a capacity; new ones hold a solver."""
     known: _ConfigBounds | None = table.answers.get((row, capacity))
     if known is None:
@@ -119,14 +122,16 @@ class ConfigSolver:
     Args:
         table: The cost table.
         row: Index of the configuration in the grid.
-        capacity: Linear bytes that one rank may use.
+        capacity: Linear bytes that each rank may use.
     """
 
-    def __init__(self, table: CostTable, row: int, capacity: float) -> None:
+    def __init__(self, table: CostTable, row: int, capacity: Capacity) -> None:
         self._cost_table, self._row = table, row
         self._layout = stage_layout_of(table, row)
         self._menus = self._layout.menus
-        self._capacities = [capacity - extra for extra in self._layout.extra_bytes]
+        extra = self._layout.extra_bytes
+        each = capacity if isinstance(capacity, tuple) else (capacity,) * len(extra)
+        self._capacities = [most - own for most, own in zip(each, extra, strict=True)]
         self._known: dict[tuple[int, float, bytes], KnapsackSolution] = {}
 
     @cached_property
@@ -207,13 +212,18 @@ class ConfigSolver:
     def _values(self, value: Callable[[list[tuple[int, Counts]]], list[Floats]]) -> list[Floats]:
         """Return one [sets] array per rank, with a value for each set of blocks it may have.
 
-        Ranks with equal options, equal `tops` and equal sets of blocks are evaluated once.
+        Ranks with equal options, capacities, `tops` and sets of blocks are evaluated once.
 
         Args:
             value: Maps a list of (rank, [sets, kinds] block counts) to a list of [sets] arrays.
         """
         keys = [
-            (id(self._menus[rank]), self._layout.extra_bytes[rank], id(each.made_of))
+            (
+                id(self._menus[rank]),
+                self._capacities[rank],
+                self._layout.extra_bytes[rank],
+                id(each.made_of),
+            )
             for rank, each in enumerate(self._stretches)
         ]
         first = {key: rank for rank, key in reversed([*enumerate(keys)])}

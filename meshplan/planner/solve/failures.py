@@ -1,18 +1,23 @@
-"""Resolve what a replay that failed leaves open: candidates of its configuration with fewer bytes.
+"""Resolve what replays leave open: other candidates of their configuration, with a smaller excess.
 
-The search lowers the capacity of a configuration by the excess of the candidate that did not fit.
-Candidates with fewer linear bytes may have a smaller excess, because their memory peaks at another
-time. Only one thing is assumed here: where a candidate does not fit, no candidate of its
-configuration with at least as many linear bytes does.
+The search lowers the capacity of each rank by the excess that a replay found, or, on ranks that the
+replay did not reach, by the most that it found. Another candidate may have a smaller excess,
+because its memory peaks at another time. Only one thing is assumed here: where a rank does not fit,
+it does not fit in any candidate of the configuration that puts at least as many linear bytes on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from meshplan.planner.solve.config import Candidate, solve_config
-from meshplan.planner.solve.result import NodeState, ReplayedMemory, SearchResult
+from meshplan.planner.solve.result import (
+    NodeState,
+    ReplayedMemory,
+    SearchResult,
+    excess_by_rank,
+)
 from meshplan.planner.tables.cost_table import CostTable
 
 _MOST_REPLAYED, _MOST_BISECTED = 12, 12
@@ -27,28 +32,28 @@ def resolve_failures(
     states: Mapping[int, NodeState],
     found: SearchResult,
     *,
-    room: Callable[[int], float],
+    capacity: float,
+    room: Callable[[int], tuple[float, ...]],
     is_open: Callable[[int], bool],
-    is_over: Callable[[Candidate], bool],
     measure: Callable[[Candidate], ReplayedMemory],
     take: Callable[[Candidate, ReplayedMemory], None],
     is_late: Callable[[], bool],
     tolerance: float,
 ) -> float:
-    """Replay the candidates that failures left out and that are faster than the best one.
+    """Replay the candidates that replays left out and that are faster than the best one.
 
-    In each configuration, the candidate with the fewest bytes among these is replayed first. If it
-    does not fit, no faster one of the configuration fits either. If it does, the bytes between it
-    and the last failure are bisected.
+    In each configuration, a candidate with few bytes among these is replayed first. If a rank does
+    not fit, faster candidates must put fewer bytes on it. If all do, the bytes between it and the
+    failures are bisected.
 
     Args:
         table: The cost table.
         states: States of the configurations that were examined. Their bytes that fit, or do not,
             are set.
         found: The result of the search, whose best candidate `take` replaces.
-        room: Maps a configuration to the linear bytes of its candidates, before any replay.
+        capacity: Bytes that a rank may use, with its excess.
+        room: Maps a configuration to the linear bytes that each rank may use before any replay.
         is_open: Returns True if nothing excludes a configuration.
-        is_over: Returns True if a candidate is proved not to fit.
         measure: Replays the memory of a candidate.
         take: Makes a candidate that fits the best one, if it is faster.
         is_late: Returns True once the search has to end.
@@ -60,56 +65,78 @@ def resolve_failures(
     left_s = float("inf")
     for row in sorted(states, key=lambda row: states[row].seconds):
         state, fitted, replayed = states[row], False, 0
-        while state.over_from < float("inf") and is_open(row) and row not in found.refused:
+        while state.tries and is_open(row) and row not in found.refused:
             limit = (found.best.seconds if found.best else float("inf")) * (1 - tolerance)
             # Solving allows for rounding, so leave out what differs from a failure by no more.
-            top = solve_config(table, row, min(state.over_from * (1 - _ROUNDING), room(row)), limit)
-            if top is None or max(top.linear_bytes) <= state.fits_up_to:
+            most = tuple(
+                min(over * (1 - _ROUNDING), own)
+                for over, own in zip(state.over_from, room(row), strict=True)
+            )
+            top = solve_config(table, row, most, limit)
+            if top is None or state.has_fitted(top):
                 break
             if is_late() or replayed == _MOST_REPLAYED:
                 found.is_whole = found.is_whole and not is_late()
                 found.given_up += replayed == _MOST_REPLAYED
                 left_s = min(left_s, top.seconds)
                 break
-            candidate = _between(table, row, state, top, limit, halfway=fitted)
-            num_bytes, replayed, fitted = max(candidate.linear_bytes), replayed + 1, False
-            if is_over(candidate):
-                state.over_from = num_bytes
-                continue
-            measured = measure(candidate)
+            candidate = _between(table, row, state, most, top, limit, halfway=fitted)
+            measured, replayed = measure(candidate), replayed + 1
             fitted = measured.fits
             if measured.why:
                 found.refused[row] = measured.why
-            elif fitted:
+                break
+            state.learn(candidate, measured, capacity)
+            if fitted:
                 take(candidate, measured)
-                state.fits_up_to = num_bytes
-            else:
-                state.over_from = num_bytes
     return left_s
 
 
 def _between(
-    table: CostTable, row: int, state: NodeState, top: Candidate, limit: float, *, halfway: bool
+    table: CostTable,
+    row: int,
+    state: NodeState,
+    most: Sequence[float],
+    top: Candidate,
+    limit: float,
+    *,
+    halfway: bool,
 ) -> Candidate:
-    """Return a candidate that is faster than `limit`, and has at most as many bytes as `top`.
+    """Return a candidate that is faster than a limit, within the bytes that failures leave.
+
+    The bytes of a rank are counted with its excess in the last replay.
 
     Args:
         table: The cost table.
         row: Index of the configuration.
         state: Its state.
-        top: The fastest candidate with fewer linear bytes than those that failed.
+        most: Linear bytes that each rank may use.
+        top: The fastest such candidate.
         limit: Seconds that the candidate has to beat.
-        halfway: If False, return the one with the fewest linear bytes; if True, one whose bytes are
-            halfway between these and those of `top`.
+        halfway: If False, return the one with the fewest bytes on the fullest rank; if True, one
+            whose bytes are halfway between these and those of `top`.
     """
-    smallest, low, high = top, max(state.fits_up_to, 0.0), max(top.linear_bytes)
+    excess = excess_by_rank(state.excess, len(most))
+    fitted = state.fits_up_to or (0.0,) * len(most)
+
+    def within(fullest: float) -> Candidate | None:
+        """Return the fastest candidate whose ranks use at most so many bytes, or fitted ones."""
+        each = zip(most, excess, fitted, strict=True)
+        room = tuple(min(own, max(fullest - more, fit)) for own, more, fit in each)
+        return solve_config(table, row, room, limit)
+
+    smallest, low, high = top, 0.0, _fullest(top, excess)
     for _ in range(_MOST_BISECTED):
         middle = (low + high) / 2
-        if (tried := solve_config(table, row, middle, limit)) is None:
+        if (tried := within(middle)) is None:
             low = middle
         else:
-            smallest, high = tried, max(tried.linear_bytes)
+            smallest, high = tried, _fullest(tried, excess)
     if not halfway:
         return smallest
-    middle = (high + max(top.linear_bytes)) / 2
-    return solve_config(table, row, middle, limit) or smallest
+    return within((high + _fullest(top, excess)) / 2) or smallest
+
+
+def _fullest(candidate: Candidate, excess: Sequence[float]) -> float:
+    """Return the bytes of the fullest rank, its excess included."""
+    return max(map(sum, zip(candidate.linear_bytes, excess, strict=True)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,8 +19,8 @@ class ReplayedMemory:
 
     Attributes:
         fits: If True, every rank fits.
-        excess_bytes: Bytes that the replay reports above a pipeline rank's `linear_bytes`; the
-            maximum over ranks.
+        excess: {index of a rank along pp: bytes that the replay reports above its
+            `linear_bytes`}, for those ranks that were replayed.
         why: The reason why the candidate cannot be planned (`fits` is then False); "" if it can.
         result: An object that the measuring function attaches, such as the evaluated plan; or None.
         is_of_row: If True, other candidates of the configuration have the same excess.
@@ -28,23 +30,53 @@ class ReplayedMemory:
     """
 
     fits: bool
-    excess_bytes: float = 0.0
+    excess: Mapping[int, float] = field(default_factory=dict)
     why: str = ""
     result: object = None
     is_of_row: bool = True
     over: tuple[int, ...] = ()
+
+    @property
+    def most_excess(self) -> float:
+        """The most excess bytes of a rank."""
+        return max(self.excess.values(), default=0.0)
 
 
 class Guess(NamedTuple):
     """A cheap estimate of a candidate's memory, made before it is replayed.
 
     Attributes:
-        excess_bytes: Guess of the bytes that the worst rank needs above its linear bytes.
+        excess: {index of a rank along pp: guess of the bytes that it needs above its linear bytes},
+            for those ranks that were examined.
         is_over: If True, the candidate is proved not to fit.
     """
 
-    excess_bytes: float
+    excess: Mapping[int, float]
     is_over: bool = False
+
+
+def excess_by_rank(excess: Mapping[int, float], num_ranks: int) -> tuple[float, ...]:
+    """Return the excess bytes of every rank; unknown ones have the most of the others.
+
+    Args:
+        excess: {index of a rank along pp: excess bytes}, of some ranks.
+        num_ranks: Number of ranks along pp.
+    """
+    most = max(excess.values(), default=0.0)
+    return tuple(max(excess.get(rank, most), 0.0) for rank in range(num_ranks))
+
+
+def ranks_over(
+    linear_bytes: Sequence[float], excess: Mapping[int, float], capacity: float
+) -> tuple[int, ...]:
+    """Return the ranks that exceed the capacity with their excess; of unknown ranks, none.
+
+    Args:
+        linear_bytes: Linear bytes of each rank along pp.
+        excess: {index of a rank along pp: excess bytes}, of some ranks.
+        capacity: Bytes that a rank may use.
+    """
+    return tuple(rank for rank, more in excess.items() if linear_bytes[rank] + more > capacity)
 
 
 @dataclass(slots=True)
@@ -58,7 +90,7 @@ class SearchResult:
         near: The fastest candidate of each configuration that may be within the slack of the best;
             not replayed, fastest first.
         refused: {index of a configuration: reason why its candidate cannot be planned}.
-        excess: {index of a configuration: excess bytes of its last replayed candidate}.
+        excess: {index of a configuration: excess bytes of its last replayed candidate, by rank}.
         num_solved: Number of times that a configuration was solved exactly.
         num_measured: Number of candidates that were replayed.
         given_up: Number of configurations that were given up after too many replays.
@@ -72,7 +104,7 @@ class SearchResult:
     lower_s: float = 0.0
     near: list[Candidate] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
-    excess: dict[int, float] = field(default_factory=dict)
+    excess: dict[int, tuple[float, ...]] = field(default_factory=dict)
     num_solved: int = 0
     num_measured: int = 0
     given_up: int = 0
@@ -84,15 +116,28 @@ class SearchResult:
         """Share by which some plan of the space may be faster than `best`; 1 if `best` is None."""
         return 1.0 if self.best is None else max(0.0, 1 - self.lower_s / self.best.seconds)
 
+    def excess_of(self, config: np.void, row: int, taken: float) -> tuple[float, ...]:
+        """Return the excess bytes of each rank that are known for a configuration.
+
+        Args:
+            config: The configuration.
+            row: Its index in the grid.
+            taken: Bytes that every rank needs above its linear bytes in any case.
+        """
+        return self.excess.get(row, (taken,) * int(config["pp"]))
+
 
 @dataclass(slots=True)
 class NodeState:
     """The state of one configuration during a search.
 
     Attributes:
-        capacity: Linear bytes that a rank of the configuration's next candidate may use.
-        fits_up_to: Linear bytes of the last candidate that fitted; negative if none did.
-        over_from: Fewest linear bytes of a candidate that did not fit; infinite if there is none.
+        capacity: Linear bytes that each rank of the configuration's next candidate may use.
+        over_from: For each rank, the fewest linear bytes with which it did not fit; infinite if
+            there are none.
+        fits_up_to: Linear bytes of each rank of the last candidate that fitted; () if none did.
+        excess: {index of a rank along pp: excess bytes of the last candidate for which they are
+            known}.
         tries: Number of candidates that were replayed.
         seconds: Seconds of a step of the last candidate that did not fit.
         num_misses: Number of times that no candidate was found within an `_AHEAD` factor of the
@@ -101,26 +146,61 @@ class NodeState:
         guesses: Number of guesses made for the configuration's candidates.
         reachable_s: Seconds of a step, by the last candidate or LP bound, that the configuration
             may reach; `_explore` tries the lowest first.
-        guessed: Excess bytes by the last guess.
-        dropped_guess: Excess bytes of a guess that was dropped later; None if there is no such
-            guess.
+        guessed: Excess bytes of each rank by the last guess.
+        dropped_guess: Excess bytes of each rank by a guess that was dropped later; () if there is
+            no such guess.
         has_ranges: If True, block ranges of the configuration were solved by replays.
         why: Why some stage of the configuration cannot run; "" if none is known.
     """
 
-    capacity: float
-    fits_up_to: float = -1.0
-    over_from: float = float("inf")
+    capacity: tuple[float, ...]
+    over_from: tuple[float, ...]
+    fits_up_to: tuple[float, ...] = ()
+    excess: dict[int, float] = field(default_factory=dict)
     tries: int = 0
     seconds: float = 0.0
     num_misses: int = 0
-    sure_capacity: float | None = None
+    sure_capacity: tuple[float, ...] | None = None
     guesses: int = 0
     reachable_s: float = float("inf")
-    guessed: float = 0.0
-    dropped_guess: float | None = None
+    guessed: tuple[float, ...] = ()
+    dropped_guess: tuple[float, ...] = ()
     has_ranges: bool = False
     why: str = ""
+
+    def has_fitted(self, candidate: Candidate) -> bool:
+        """Return True if a candidate with as many linear bytes on every rank has fitted."""
+        linear, fitted = candidate.linear_bytes, self.fits_up_to
+        return bool(fitted) and all(own <= up for own, up in zip(linear, fitted, strict=True))
+
+    def learn(self, candidate: Candidate, measured: ReplayedMemory, capacity: float) -> None:
+        """Take the result of a replay, and set `capacity` for the next candidate.
+
+        The next candidate must leave room for the excess, and need less than those that failed.
+
+        Args:
+            candidate: The candidate that was replayed.
+            measured: Its memory.
+            capacity: Bytes that a rank may use, with its excess.
+        """
+        linear = candidate.linear_bytes
+        self.excess |= measured.excess
+        if measured.fits:
+            self.fits_up_to = linear
+        else:
+            self.seconds = candidate.seconds
+            # Where it is not known which ranks do not fit, each of them may be one.
+            over = ranks_over(linear, measured.excess, capacity) or range(len(linear))
+            self.over_from = tuple(
+                min(least, linear[rank]) if rank in over else least
+                for rank, least in enumerate(self.over_from)
+            )
+        self.capacity = tuple(
+            min(capacity - more, math.nextafter(least, 0.0))
+            for more, least in zip(
+                excess_by_rank(self.excess, len(linear)), self.over_from, strict=True
+            )
+        )
 
 
 def mesh_key(config: np.void) -> tuple[int, ...]:

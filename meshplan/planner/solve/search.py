@@ -2,7 +2,7 @@
 
 A configuration is solved exactly (block options by `knapsack`, stages by `stage_cuts`), with its
 memory counted in linear bytes, which never exceed the memory really needed. The resulting candidate
-is then replayed. The excess that the replay finds is subtracted from the configuration's capacity,
+is then replayed. The excess that the replay finds on a rank is subtracted from the rank's capacity,
 and the configuration is solved again, until a candidate fits. The search ends when no
 configuration's bound is below the seconds of the best candidate by more than the tolerance, and
 `failures` has found no faster one among those that the excess left out. The docstring of
@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 from meshplan.planner.solve.config import Candidate, ConfigSolver, config_bound, solve_config
 from meshplan.planner.solve.deadline import Deadline
 from meshplan.planner.solve.failures import resolve_failures
-from meshplan.planner.solve.result import Guess, NodeState, ReplayedMemory, RuledOut, SearchResult
+from meshplan.planner.solve.result import (
+    Guess,
+    NodeState,
+    ReplayedMemory,
+    RuledOut,
+    SearchResult,
+    excess_by_rank,
+    ranks_over,
+)
 from meshplan.planner.solve.stage_ranges import solve_ranges
 from meshplan.planner.solve.warm_start import WarmStart
 from meshplan.planner.tables.cost_table import CostTable, by_bound, memory_bounds, time_bounds
@@ -169,7 +177,7 @@ class _Search:
         if found.is_whole:
             left_s = resolve_failures(
                 self._cost_table, self._states, found,
-                room=self._room, is_open=self._is_open, is_over=self.is_over,
+                capacity=self._capacity, room=self._room, is_open=self._is_open,
                 measure=self._measured, take=self._take, is_late=self._is_late,
                 tolerance=self._tolerance,
             )  # fmt: skip
@@ -232,7 +240,8 @@ class _Search:
     def _seed(self, answers: Iterable[tuple[Candidate, ReplayedMemory]]) -> None:
         """Record replayed candidates that the best-first order has not reached yet."""
         for candidate, measured in answers:
-            self.found.excess[candidate.row] = max(measured.excess_bytes, 0.0)
+            num_ranks = len(candidate.linear_bytes)
+            self.found.excess[candidate.row] = excess_by_rank(measured.excess, num_ranks)
             self._take(candidate, measured)
 
     def _explore(self) -> None:
@@ -269,7 +278,8 @@ class _Search:
         if row in self._out:
             return
         if (state := self._states.get(row)) is None:
-            state = self._states[row] = NodeState(self._room(row))
+            room = self._room(row)
+            state = self._states[row] = NodeState(room, (float("inf"),) * len(room))
         limit = (found.best.seconds if found.best else float("inf")) * (1 - self._tolerance)
         least = self._least_waiting()
         # The LP bound is cheap, and mostly high enough to send the configuration back to the queue.
@@ -293,7 +303,7 @@ class _Search:
             self._out.add(row)  # No cut fits, with any options.
             if state.why:
                 found.refused[row] = state.why
-        if candidate is None or max(candidate.linear_bytes) <= state.fits_up_to:
+        if candidate is None or state.has_fitted(candidate):
             return  # `resolve_failures` looks for others that failures left out.
         if candidate.seconds > least:
             # Another configuration may be faster, so requeue this one with its exact seconds.
@@ -312,11 +322,7 @@ class _Search:
             elif self._passed_over % _OFTEN == 0:
                 self._explore()
             return
-        if (
-            state.dropped_guess is not None
-            and not state.tries
-            and self._is_out(row, state.dropped_guess)
-        ):
+        if state.dropped_guess and not state.tries and self._is_out(row, state.dropped_guess):
             return
         state.sure_capacity = None
         state.tries, state.guesses = state.tries + 1, _MOST_GUESSES
@@ -327,26 +333,19 @@ class _Search:
         if measured.why:
             found.refused[row] = measured.why
             return
-        num_bytes = max(candidate.linear_bytes)
+        state.learn(candidate, measured, self._capacity)
+        excess = found.excess[row] = excess_by_rank(state.excess, len(state.over_from))
         if measured.fits:
             self._take(candidate, measured)
-            state.fits_up_to = num_bytes
         else:
-            state.over_from, state.seconds = min(state.over_from, num_bytes), candidate.seconds
             # With several stages per rank, many candidates fail at first because of memory that
             # the linear bytes leave out. Such failures count less.
             self._failures += 1.0 if self._cost_table.grid[row]["virtual"] == 1 else 0.25
             # At the second replay, find out if any candidate of this configuration can fit.
-            if state.tries == 2 and not self._can_fit(
-                self._smallest(row), candidate, measured.excess_bytes
-            ):
+            if state.tries == 2 and not self._can_fit(self._smallest(row), candidate, excess):
                 return
             if not measured.is_of_row:  # Another candidate, as fast, may fit.
                 self._unproved = min(self._unproved, candidate.seconds)
-        found.excess[row] = max(measured.excess_bytes, 0.0)
-        # The next candidate must leave room for the excess, and need less than those that failed.
-        below = float(np.nextafter(state.over_from, 0.0))
-        state.capacity = min(self._capacity - found.excess[row], below)
         heapq.heappush(self._waiting, (candidate.seconds if not measured.fits else 0.0, row))
         if self._failures >= _FAILURES and found.best is None:
             self._failures = float("-inf")  # Try `WarmStart.any` only once per search.
@@ -383,12 +382,13 @@ class _Search:
             self._out.add(row)
             return True
         excess = self._likely_excess(candidate)
-        if excess is None:
+        if not excess:
             return False
         if state.sure_capacity is None:
             state.sure_capacity = state.capacity
             heapq.heappush(self._guessed, (candidate.seconds, row))
-        state.capacity, state.guessed = self._capacity - excess, excess
+        state.guessed = excess
+        state.capacity = tuple(self._capacity - more for more in excess)
         return True
 
     def _is_open(self, row: int, candidate: Candidate | None = None) -> bool:
@@ -397,22 +397,30 @@ class _Search:
 
     def _likely_fits(self, candidate: Candidate) -> bool:
         """Return True if there is a guess for a candidate, and by the guess it fits."""
-        return self.guess(candidate) is not None and self._likely_excess(candidate) is None
+        return self.guess(candidate) is not None and not self._likely_excess(candidate)
 
     def _is_surely_over(self, candidate: Candidate) -> bool:
         guess = self.guess(candidate)
         return guess is not None and guess.is_over
 
-    def _likely_excess(self, candidate: Candidate) -> float | None:
-        """Return the guessed excess bytes of a candidate that does not fit with them; else None."""
-        guess = self.guess(candidate)
-        if guess is None or max(candidate.linear_bytes) + guess.excess_bytes <= self._capacity:
-            return None
-        return guess.excess_bytes
+    def _likely_excess(self, candidate: Candidate) -> tuple[float, ...]:
+        """Return the guessed excess bytes by rank if the candidate does not fit with them; else ().
 
-    def _room(self, row: int) -> float:
-        """Return the linear bytes of a configuration's candidates, before any replay."""
-        return self._capacity - self.taken(row)
+        The result is () without a guess, too.
+        """
+        guess, linear = self.guess(candidate), candidate.linear_bytes
+        if guess is None or not ranks_over(linear, guess.excess, self._capacity):
+            return ()
+        return excess_by_rank(guess.excess, len(linear))
+
+    def _fits_with(self, candidate: Candidate, excess: tuple[float, ...]) -> bool:
+        """Return True if a candidate fits with these excess bytes of its ranks."""
+        each = zip(candidate.linear_bytes, excess, strict=True)
+        return all(linear + more <= self._capacity for linear, more in each)
+
+    def _room(self, row: int) -> tuple[float, ...]:
+        """Return the linear bytes that each rank of a configuration may use before any replay."""
+        return (self._capacity - self.taken(row),) * int(self._cost_table.grid[row]["pp"])
 
     def _take(self, candidate: Candidate, measured: ReplayedMemory) -> None:
         """Make a candidate that fits the best one, if it is faster than the best so far."""
@@ -428,7 +436,7 @@ class _Search:
     def _smallest(self, row: int) -> Candidate:
         return ConfigSolver(self._cost_table, row, float("inf")).smallest()
 
-    def _is_out(self, row: int, excess: float) -> bool:
+    def _is_out(self, row: int, excess: tuple[float, ...]) -> bool:
         """Return True if not even the smallest candidate of a configuration fits.
 
         Guesses only decide whether the smallest candidate is examined. A replay then decides, and
@@ -436,15 +444,16 @@ class _Search:
 
         Args:
             row: Index of the configuration in the grid.
-            excess: Excess bytes that were guessed for another candidate of the configuration.
+            excess: Excess bytes of each rank that were guessed for another candidate of the
+                configuration.
         """
         smallest = self._smallest(row)
-        if max(smallest.linear_bytes) + excess <= self._capacity:
+        if self._fits_with(smallest, excess):
             return False
-        return self._likely_excess(smallest) is not None and not self._can_fit(smallest)
+        return bool(self._likely_excess(smallest)) and not self._can_fit(smallest)
 
     def _can_fit(
-        self, smallest: Candidate, failed: Candidate | None = None, excess: float = float("inf")
+        self, smallest: Candidate, failed: Candidate | None = None, excess: tuple[float, ...] = ()
     ) -> bool:
         """Return True if the smallest candidate fits; if not, exclude the configuration.
 
@@ -454,13 +463,11 @@ class _Search:
             smallest: The smallest candidate of a configuration.
             failed: A candidate of the configuration that was replayed and did not fit; None if
                 there is none.
-            excess: Excess bytes of `failed`. If the smallest candidate fits with the same excess,
-                it is not replayed.
+            excess: Excess bytes of each rank of `failed`. If the smallest candidate fits with the
+                same excess, it is not replayed.
         """
         if failed is None or smallest.linear_bytes != failed.linear_bytes:
-            if max(smallest.linear_bytes) + excess <= self._capacity:
-                return True
-            if failed is not None and self._likely_fits(smallest):
+            if failed and (self._fits_with(smallest, excess) or self._likely_fits(smallest)):
                 return True
             measured = self._measured(smallest)
             if measured.fits:
@@ -479,7 +486,8 @@ class _Search:
             if bound > limit:
                 break
             if row not in found.refused and row not in self._out:
-                room = self._capacity - found.excess.get(row, self.taken(row))
+                excess = found.excess_of(self._cost_table.grid[row], row, self.taken(row))
+                room = tuple(self._capacity - more for more in excess)
                 candidate = solve_config(self._cost_table, row, room, limit * (1 + _EPS))
                 if candidate is not None:
                     near.append(candidate)

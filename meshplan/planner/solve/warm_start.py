@@ -89,7 +89,7 @@ class WarmStart:
                 measured = self._measure(smallest)
                 if measured.fits:
                     yield smallest, measured
-                    capacity = self._capacity - max(measured.excess_bytes, 0.0)
+                    capacity = self._capacity - max(measured.most_excess, 0.0)
                     if found := self._fastest(capacity, grid["tp"] == grid["tp"][row], _FEW):
                         yield found
                     return

@@ -123,7 +123,7 @@ class CostTable:
         return {}
 
     @cached_property
-    def answers(self) -> dict[tuple[int, float], Any]:
+    def answers(self) -> dict[tuple[int, float | tuple[float, ...]], Any]:
         """Cache of `solve_config` by (configuration, capacity); a search varies the capacity."""
         return {}
 
