@@ -27,7 +27,9 @@ SLACK: Final = 0.02
 """Share by which a simpler plan may be slower than the best plan."""
 _UNSEARCHED: Final = 0.005
 """Part of `SLACK` that is left for numbers of loss chunks between those that the search tries: of
-187 drawn plans, the best such number made one faster, by 0.45 % (`tests/bench/no_better.py`)."""
+371 drawn plans, the best such number made two faster, by 0.45 and 1.08 %
+(`tests/bench/no_better.py`). Their allocated bytes lie between those of their neighbours, but the
+allocator may reserve less for them than for either."""
 
 Options = tuple[bool, ...]
 """For each of `cost.grid.OPTIONS`, True if blocks may take this option."""
