@@ -13,9 +13,9 @@ from meshplan.cli.app import main
 from meshplan.errors import PlanError
 from meshplan.planner.answers.explain import Shares, _missing
 from meshplan.planner.objectives.fastest import fastest_of
+from meshplan.planner.objectives.search_plans import search_plans
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import request_of_file
-from meshplan.planner.solve.search import search
 from meshplan.render.plans.explain import verdict
 from tests.bench.planned_models import MODELS
 from tests.planner.test_planner import LARGE, LLAMA, PLAN, job
@@ -93,13 +93,13 @@ def test_one_search_for_all_values_of_a_field(job, monkeypatch):
 
     def counted(*args, **more):
         asked.append(more["deadline"])
-        return search(*args, **more)
+        return search_plans(*args, **more)
 
     def decided(*args, **more):
         planned.append(args)
         return fastest_of(*args, **more)
 
-    monkeypatch.setattr("meshplan.planner.objectives.offload_variants.search", counted)
+    monkeypatch.setattr("meshplan.planner.objectives.offload_variants.search_plans", counted)
     monkeypatch.setattr("meshplan.planner.answers.explain.fastest_of", decided)
     answers = explain(job(solve={"time_limit": "1h"}), ["why", "mesh.dp_shard"])
     assert (len(asked), len(planned)) == (len(answers), 1)

@@ -217,6 +217,37 @@ def test_each_rank_has_a_capacity_of_its_own(drawn):
     assert solved > 40
 
 
+def test_the_end_of_a_search_replays_every_rank():
+    """What each rank needs is learnt at once, where another rank does not fit, too."""
+    spared = 0
+    for seed in range(60):
+        numbers, capacity = random_numbers(seed)
+        rng = np.random.default_rng(seed)
+        extra = rng.uniform(0, 0.6 * capacity, (len(numbers.grid), int(numbers.grid["pp"].max())))
+
+        def measure_all(
+            candidate: Candidate, extra: Any = extra, room: float = capacity
+        ) -> ReplayedMemory:
+            excess = extra[candidate.row][: len(candidate.linear_bytes)]
+            fits = max(candidate.linear_bytes + excess) <= room * (1 + 1e-12)
+            return ReplayedMemory(fits, dict(enumerate(map(float, excess))))
+
+        def measure(
+            candidate: Candidate, measure_all: Any = measure_all, room: float = capacity
+        ) -> ReplayedMemory:
+            whole = measure_all(candidate)
+            over = [r for r, b in enumerate(candidate.linear_bytes) if b + whole.excess[r] > room]
+            return replace(whole, excess={over[0]: whole.excess[over[0]]}) if over else whole
+
+        one = search(numbers, capacity, measure, tolerance=0.0)
+        other = search(numbers, capacity, measure, measure_all=measure_all, tolerance=0.0)
+        if not one.given_up:
+            assert (one.best and one.best.seconds) == (other.best and other.best.seconds)
+        assert not other.given_up
+        spared += one.num_measured - other.num_measured
+    assert spared > 0
+
+
 def test_a_candidate_that_fits_with_much_excess_hides_no_faster_one():
     """Its memory peaks while nothing is kept: another that keeps more needs no more than it."""
     hidden = 0

@@ -19,6 +19,7 @@ from meshplan.planner.objectives.layouts import with_other_layouts
 from meshplan.planner.objectives.offload_variants import searched
 from meshplan.planner.objectives.refine import refine
 from meshplan.planner.objectives.robust import most_robust
+from meshplan.planner.objectives.search_plans import search_plans
 from meshplan.planner.objectives.simplify import SLACK, Simplifier
 from meshplan.planner.problem.decision import Bound, Decision, Ladder, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
@@ -66,13 +67,9 @@ def fastest_of(
     for _ in range(_MOST_CHOICES):
         table, found = searched(
             problem,
-            lambda table: search(
+            lambda table: search_plans(
+                problem,
                 table,
-                problem.capacity,
-                lambda candidate: problem.measure(table, candidate),
-                guess=lambda candidate: problem.guess(table, candidate),
-                is_over=lambda candidate: problem.is_over(table, candidate),
-                taken=problem.taken,
                 slack=SLACK,
                 deadline=deadline,
                 is_stopped=problem.request.is_stopped,

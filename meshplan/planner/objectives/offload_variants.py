@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -31,10 +30,11 @@ from meshplan.cost.rows import widths_of
 from meshplan.cost.shares import share, trained
 from meshplan.memory.answer.hosts import host_limit
 from meshplan.planner.knapsack.knapsack import Counts, Floats
+from meshplan.planner.objectives.search_plans import search_plans
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate
-from meshplan.planner.solve.result import ReplayedMemory, SearchResult
-from meshplan.planner.solve.search import TOLERANCE, search
+from meshplan.planner.solve.result import Guess, ReplayedMemory, SearchResult
+from meshplan.planner.solve.search import TOLERANCE
 from meshplan.planner.space.offload import WORDS, too_much_on_host
 from meshplan.planner.space.space import Rejected
 from meshplan.planner.space.trials import with_offload
@@ -173,7 +173,9 @@ class FastestAmong:
 
 
 def _search(problem: PlanningProblem, table: CostTable, **more: Any) -> SearchResult:
-    """Search a cost table of a problem with its guesses, bounds and measured memory.
+    """Search a cost table of a problem, without guesses for pipelines.
+
+    Such a guess takes as long as the estimate itself.
 
     Args:
         problem: The problem.
@@ -181,18 +183,11 @@ def _search(problem: PlanningProblem, table: CostTable, **more: Any) -> SearchRe
         more: Further arguments of `search`.
     """
     is_alone = table.grid["pp"] == 1
-    return search(
-        table,
-        problem.capacity,
-        partial(problem.measure, table),
-        # A guess for a pipeline takes as long as the estimate itself.
-        guess=lambda candidate: (
-            problem.guess(table, candidate) if is_alone[candidate.row] else None
-        ),
-        is_over=partial(problem.is_over, table),
-        taken=problem.taken,
-        **more,
-    )
+
+    def guess(candidate: Candidate) -> Guess | None:
+        return problem.guess(table, candidate) if is_alone[candidate.row] else None
+
+    return search_plans(problem, table, guess=guess, **more)
 
 
 def _restricted(table: CostTable, some: NDArray[np.bool_], found: SearchResult) -> CostTable:

@@ -31,13 +31,13 @@ import numpy as np
 from meshplan.cost.profile import Profile
 from meshplan.planner.knapsack.knapsack import Floats
 from meshplan.planner.objectives.offload_variants import add_offload_variants
+from meshplan.planner.objectives.search_plans import search_plans
 from meshplan.planner.objectives.simplify import SLACK
 from meshplan.planner.problem.decision import Evaluated, Robustness, Sensitivity
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate, solve_config
 from meshplan.planner.solve.deadline import Deadline
 from meshplan.planner.solve.result import ReplayedMemory, SearchResult
-from meshplan.planner.solve.search import search
 from meshplan.planner.tables.cost_table import CostTable, memory_bounds, seconds_of, time_bounds
 
 TOLERANCE: Final = 1e-3
@@ -250,13 +250,10 @@ class _RobustChoice:
         best, seconds = self._fastest(number)
         assert best.candidate is not None
         known = replace(best.candidate, seconds=seconds)
-        found = search(
+        found = search_plans(
+            problem,
             table,
-            problem.capacity,
-            self._measure,
-            guess=lambda candidate: problem.guess(table, candidate),
-            is_over=lambda candidate: problem.is_over(table, candidate),
-            taken=problem.taken,
+            measure=self._measure,
             known=(known, ReplayedMemory(fits=True, result=best)),
             tolerance=TOLERANCE,
             deadline=self._deadline,
@@ -266,11 +263,12 @@ class _RobustChoice:
         if found.measured is not None:
             self._add(found.measured.result)
 
-    def _measure(self, candidate: Candidate) -> ReplayedMemory:
+    def _measure(self, candidate: Candidate, *, to_the_end: bool = False) -> ReplayedMemory:
         """Estimate a candidate's memory; its plan has the seconds of the constants as they are."""
         table = self._problem.table
         seconds = seconds_of(table, candidate.row, candidate.option_counts)
-        return self._problem.measure(table, replace(candidate, seconds=seconds))
+        candidate = replace(candidate, seconds=seconds)
+        return self._problem.measure(table, candidate, to_the_end=to_the_end)
 
     @property
     def _least_regrets(self) -> Floats:

@@ -345,12 +345,14 @@ class PlanningProblem:
         found: list[ReplayedMemory] = []
         logs: Logs = {}
         for allocator in allocators or self.free.allocators:
-            key = candidate.row, candidate.ends, candidate.option_counts, to_the_end, allocator
-            if key not in self._known:
-                self._known[key] = self._measure(table, candidate, allocator, logs, to_the_end)
-            found.append(self._known[key])
-            if found[-1].fits:
-                return found[-1]
+            key = candidate.row, candidate.ends, candidate.option_counts, allocator
+            one = self._known.get((*key, True)) or self._known.get((*key, to_the_end))
+            if one is None:
+                one = self._measure(table, candidate, allocator, logs, to_the_end)
+                self._known[*key, to_the_end] = one
+            found.append(one)
+            if one.fits:
+                return one
         return least_over(found)
 
     def _measure(

@@ -54,7 +54,7 @@ def resolve_failures(
         capacity: Bytes that a rank may use, with its excess.
         room: Maps a configuration to the linear bytes that each rank may use before any replay.
         is_open: Returns True if nothing excludes a configuration.
-        measure: Replays the memory of a candidate.
+        measure: Replays the memory of every rank of a candidate.
         take: Makes a candidate that fits the best one, if it is faster.
         is_late: Returns True once the search has to end.
         tolerance: Share by which some plan may be faster than the answer.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -63,6 +64,7 @@ def search(
     capacity: float,
     measure: Callable[[Candidate], ReplayedMemory],
     *,
+    measure_all: Callable[[Candidate], ReplayedMemory] | None = None,
     guess: Callable[[Candidate], Guess | None] = lambda candidate: None,
     is_over: Callable[[Candidate], bool] | None = None,
     taken: Callable[[int], float] = lambda row: 0.0,
@@ -79,7 +81,8 @@ def search(
     Args:
         table: The cost table.
         capacity: Linear bytes that a rank may use.
-        measure: Replays the memory of a candidate.
+        measure: Replays the memory of a candidate; may stop at the first rank that does not fit.
+        measure_all: Replays the memory of every rank; None to use `measure`.
         guess: Guesses the memory of a candidate cheaply, or returns None. Guesses decide which
             candidates are replayed first, and exclude only candidates with `Guess.is_over`.
         is_over: Returns True if a candidate is proved not to fit, possibly faster than `guess`;
@@ -104,6 +107,7 @@ def search(
     found = _Search(table, capacity, measure, slack, tolerance, deadline, report, among)
     found.is_stopped, found.guess, found.taken = is_stopped, guess, taken
     found.is_over = is_over or found.is_over
+    found.measure_all = measure_all or measure
     if known is not None:
         found.found.best, found.found.measured = known
     return found.run()
@@ -129,6 +133,7 @@ class _Search:
         self.is_stopped: Callable[[], bool] = lambda: False
         self.guess: Callable[[Candidate], Guess | None] = lambda candidate: None
         self.is_over: Callable[[Candidate], bool] = self._is_surely_over
+        self.measure_all = measure
         self.taken: Callable[[int], float] = lambda row: 0.0
         self.found = SearchResult()
         self._waiting: list[tuple[float, int]] = []
@@ -178,8 +183,8 @@ class _Search:
             left_s = resolve_failures(
                 self._cost_table, self._states, found,
                 capacity=self._capacity, room=self._room, is_open=self._is_open,
-                measure=self._measured, take=self._take, is_late=self._is_late,
-                tolerance=self._tolerance,
+                measure=partial(self._measured, every_rank=True), take=self._take,
+                is_late=self._is_late, tolerance=self._tolerance,
             )  # fmt: skip
             self._unproved = min(self._unproved, left_s)
             best_s = found.best.seconds if found.best else float("inf")
@@ -429,9 +434,9 @@ class _Search:
             found.best, found.measured = candidate, measured
             self._report(found)
 
-    def _measured(self, candidate: Candidate) -> ReplayedMemory:
+    def _measured(self, candidate: Candidate, *, every_rank: bool = False) -> ReplayedMemory:
         self.found.num_measured += 1
-        return self._measure(candidate)
+        return self.measure_all(candidate) if every_rank else self._measure(candidate)
 
     def _smallest(self, row: int) -> Candidate:
         return ConfigSolver(self._cost_table, row, float("inf")).smallest()
