@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from meshplan.cost.chain import BEFORE, chain_of, parts_of_places, with_optimizer
 from meshplan.cost.grid import (
     ACTIVATIONS_ON_HOST,
+    CONTEXT_WORDS,
     GRID,
     MODES,
     OPTIONS,
@@ -71,6 +72,8 @@ def plan_as_config(plan: Plan) -> NDArray[Any]:
     row["micro"], row["microbatches"] = plan.micro // parts, parts * plan.accumulate
     row["mode"] = mode_of(plan)
     row["offload"], row["loss_chunks"] = offload_of(plan), loss_chunks_of(plan)
+    if (context := plan.assignment.context) is not None:
+        row["gathers_kv"] = CONTEXT_WORDS.index(context.attention)
     return row
 
 

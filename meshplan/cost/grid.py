@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ GRID: Final = np.dtype(
         for name in (
             "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep",
             "virtual", "micro", "microbatches", "mode", "schedule", "offload", "loss_chunks",
+            "gathers_kv",
         )
     ]
 )  # fmt: skip
@@ -22,7 +23,11 @@ GRID: Final = np.dtype(
 pipeline rank. `micro`: samples of one microbatch of one data rank. `microbatches`: microbatches in
 one step of one data rank, run by a pipeline or accumulated by the loop. `mode`, `schedule`: indices
 into MODES and SCHEDULE_WORDS. `offload`: the bits below. `loss_chunks`: number of chunks of a
-microbatch's tokens for which head and loss are computed one by one."""
+microbatch's tokens for which head and loss are computed one by one. `gathers_kv`: index into
+CONTEXT_WORDS."""
+
+CONTEXT_WORDS: Final[tuple[Literal["all_to_all", "all_gather"], ...]] = ("all_to_all", "all_gather")
+"""Values of `context.attention`: cp exchanges heads, or gathers keys and values. 0 without cp."""
 
 PARAMS_ON_HOST: Final = 1
 """Bit of `offload`: parameters, their gradients and the optimizer states are on the host."""

@@ -18,9 +18,7 @@ from meshplan.cost.collectives import (
     group_along,
     stride_of,
 )
-from meshplan.cost.grid import (
-    MODES,
-)
+from meshplan.cost.grid import CONTEXT_WORDS, MODES
 from meshplan.cost.host import OffloadSeconds, crossing, has_params_on_host, host_rate
 from meshplan.cost.profile import Profile
 from meshplan.cost.shares import expert_share, share
@@ -134,6 +132,7 @@ class Rows:
         self.along_ep, self.along_rest = near(ep, lent), near(self.shards / ep, lent * ep)
         self.has_whole = bool((self.mode == _DDP).any())
         self.offloads = bool(grid["offload"].any())
+        self.gathers_kv = grid["gathers_kv"] == CONTEXT_WORDS.index("all_gather")
         # True where FSDP2 runs over a single rank, without communication.
         self.are_alone = (self.mode == _SHARD) & (self.shards * replicate == 1)
         self._per_node, self._order = gpus_per_node, order
@@ -145,23 +144,22 @@ class Rows:
         return self._along(GRADIENT_AXES)
 
     def compute(self, tally: Tally) -> Array:
-        """Return the seconds of computation."""
-        return compute_seconds(tally, self.samples, self.profile)
+        """Return the seconds of computation.
 
-    def compute_masked(self, tally: Tally) -> Array:
-        """Return the seconds of computation if cp gathers keys and values.
-
-        Each rank then has two chunks of the queries, one from each end of the sequence. A chunk
-        attends to all keys up to its own end, which needs a mask, and no kernel skips the masked
-        half of the square on the diagonal.
+        Where cp gathers keys and values, each rank has two chunks of the queries, one from each end
+        of the sequence. A chunk attends to all keys up to its own end, which needs a mask, and no
+        kernel skips the masked half of the square on the diagonal.
 
         Assumes: sequence shards are balanced (`context.balance`).
         """
+        seconds = compute_seconds(tally, self.samples, self.profile)
+        if not self.gathers_kv.any():
+            return seconds
         cp, profile = self.grid["cp"].astype(np.float64), self.profile
         kernels = 1.0 if takes_masks(profile.device) else _MASKED
-        more = np.where(cp > 1, kernels * (1 + 1 / (2 * cp)) - 1, 0.0)
+        more = np.where(self.gathers_kv, kernels * (1 + 1 / (2 * cp)) - 1, 0.0)
         attention = tally.attention_flops / (profile.attention_efficiency * profile.peak_flops)
-        return np.asarray(self.compute(tally) + more * self.samples * attention)
+        return np.asarray(seconds + more * self.samples * attention)
 
     def launch(self, tally: Tally, sent: Sent) -> Array:
         """Return the seconds that the host process needs to launch all kernels and collectives."""

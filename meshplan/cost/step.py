@@ -113,7 +113,6 @@ def terms(
     is_awaited: bool | None = None,
     reshard_ranks: int | None = None,
     parts: tuple[UnitPart, ...] = (),
-    exchanges: bool = False,
     rows: Rows | None = None,
     order: Sequence[str] = AXES,
 ) -> Terms:
@@ -132,20 +131,18 @@ def terms(
             from which backward gathers them; None for all ranks that store them.
         parts: How the block's parameters are sharded, where a plan's rules place some of them
             otherwise; () for the layout of the mode.
-        exchanges: If True, cp exchanges heads (`context.attention: all_to_all`) instead of
-            gathering keys and values.
         rows: A `Rows` of the same grid, which calls for several kinds may share; None makes one.
         order: The axes of the mesh, outermost first, which say what ranks share a node.
     """
     rows = rows or Rows(grid, profile, gpus_per_node, widths_of(precision, dtype), order)
     is_awaited = not kind.has_options if is_awaited is None else is_awaited
     join = _one_by_one if is_awaited else partial(hidden, contention=profile.contention)
-    compute = rows.compute if exchanges else rows.compute_masked
-    forward_c, backward_c = compute(kind.forward), compute(kind.backward)
+    forward_c, backward_c = rows.compute(kind.forward), rows.compute(kind.backward)
     forward_t, backward_t = rows.sent(kind.sent_forward), rows.sent(kind.sent_backward)
-    keys = rows.exchanged(kind.exchanged_bytes) if exchanges else rows.keys(kind.context_bytes)
+    exchanged, keys = rows.exchanged(kind.exchanged_bytes), rows.keys(kind.context_bytes)
+    keys = np.where(rows.gathers_kv, keys, exchanged)
     # Backward scatters the gradients of the keys and values that forward gathers.
-    scatters = 1.0 if exchanges else profile.reduce_scatter_factor
+    scatters = np.where(rows.gathers_kv, profile.reduce_scatter_factor, 1.0)
     host = rows.launch
     # The host process launches kernels ahead of the device, so the slower one sets the pace.
     forward = np.maximum(forward_c + forward_t + keys, host(kind.forward, kind.sent_forward))
@@ -169,7 +166,7 @@ def terms(
     forwards, first, last = [], [], []
     backwards = []
     for recompute, (work, sent) in enumerate(zip(kind.recompute, kind.sent_recompute, strict=True)):
-        device = compute(work) + rows.sent(sent) + keys * (scatters + (recompute > 0))
+        device = rows.compute(work) + rows.sent(sent) + keys * (scatters + (recompute > 0))
         process = host(kind.backward, kind.sent_backward) + host(work, sent)
         backwards.append(np.maximum(backward_c + backward_t + device, process))
     # Mode "shard" reduce-scatters in every backward. Other modes, and all-reduces over replicas,

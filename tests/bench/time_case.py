@@ -123,7 +123,7 @@ def cluster_of(row: Row) -> Cluster:
 
 def grid_of(**sizes: Any) -> NDArray[Any]:
     out = np.ones(1, GRID)
-    out["offload"] = 0
+    out["offload"] = out["gathers_kv"] = 0
     out["mode"] = MODES.index(sizes.pop("mode"))
     out["schedule"] = SCHEDULE_WORDS.index(sizes.pop("schedule", ""))
     for name, size in sizes.items():

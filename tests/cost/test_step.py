@@ -53,20 +53,20 @@ SETTLING = ("the loss and the number", "whether", "which parameters", "the norm"
 
 def row(**sizes):
     out = np.ones(1, GRID)
-    out["offload"] = 0
+    out["offload"] = out["gathers_kv"] = 0
     out["mode"], out["schedule"] = MODES.index(sizes.pop("mode", "shard")), 0
     for name, size in sizes.items():
         out[name] = size
     return out
 
 
-def charged(grid, chain, precision, again=0, reshard=1, *, exchanges=False):
+def charged(grid, chain, precision, again=0, reshard=1):
     """Wire bytes of a step, as the cost model has them."""
     out = 0.0
     for number in chain.order:
         kind = chain.kinds[number]
         option = OPTIONS.index((again, reshard)) if kind.has_options else 0
-        told = terms(grid, kind, COUNTING, 8, precision, is_awaited=True, exchanges=exchanges)
+        told = terms(grid, kind, COUNTING, 8, precision, is_awaited=True)
         out += (told.seconds[0, option] - told.update_s[0]) * grid["microbatches"][0]
     return out
 
@@ -206,8 +206,8 @@ def test_tp_and_cp_are_charged_what_is_forecast(name, live):
         cuts_loss=bool(more.get("loss_parallel")),
     )  # fmt: skip
     again = {"full": 2, "selective": 1}.get(more.get("activation_checkpointing", ""), 0)
-    grid, exchanges = row(micro=2, **sizes), "context" in more
-    found = charged(grid, chain, FP32, again, exchanges=exchanges)
+    grid = row(micro=2, gathers_kv=int(cp > 1 and "context" not in more), **sizes)
+    found = charged(grid, chain, FP32, again)
     assert found == pytest.approx(wire(told, decided.mesh), rel=1e-12)
 
 
@@ -386,8 +386,8 @@ def test_attention_under_a_mask_skips_nothing_of_its_own_chunk(cp):
     for device, kernels in (("h100-sxm-80gb", 1.0), ("a100-sxm-80gb", 2.0)):
         profile = replace(REAL, device=device)
         gathered, exchanged = (
-            terms(row(cp=cp), block, profile, 8, FP32, exchanges=way).compute_s[0]
-            for way in (False, True)
+            terms(row(cp=cp, gathers_kv=way), block, profile, 8, FP32).compute_s[0]
+            for way in (int(cp > 1), 0)
         )
         plain = flops / (profile.attention_efficiency * profile.peak_flops)
         share = kernels * (1 + 1 / (2 * cp)) if cp > 1 else 1.0

@@ -51,11 +51,21 @@ def write(tmp_path: Path) -> Any:
 def test_the_space_has_every_number_of_ranks_that_shares_out_heads(write: Any) -> None:
     job = write()
     grid = job.grid
-    pairs = {(int(row["tp"]), int(row["cp"])) for row in grid}
-    assert pairs == {(tp, cp) for tp in (1, 2, 4) for cp in (1, 2, 4) if tp * cp <= 4}
+    sizes = [(tp, cp) for tp in (1, 2, 4) for cp in (1, 2, 4, 8) if tp * cp <= 8]
+    ways = {(int(row["tp"]), int(row["cp"]), int(row["gathers_kv"])) for row in grid}
+    assert ways == {
+        (tp, cp, way) for tp, cp in sizes for way in (0, 1)
+        if (cp > 1 if way else tp * cp <= 4)
+    }  # fmt: skip
     assert not ((grid["cp"] > 1) & (grid["pp"] > 1)).any()
+
+
+def test_a_space_without_one_way_of_attention_says_why(write: Any) -> None:
+    a100 = {"nodes": 1, "gpus_per_node": 8, "gpu": "a100-sxm-80gb"}
+    job = write(hardware=a100)
+    assert not job.grid["gathers_kv"].any()
     whys = {each.what: each.why for each in job.free.rejected}
-    assert "context.attention=all_gather" in whys
+    assert "no fused kernel" in whys["context.attention=all_gather"]
     assert whys["mesh.cp=8"] == "16 and 4 heads do not divide by it"
 
 
@@ -67,7 +77,8 @@ def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(write: Any) 
         room = max(smallest.linear_bytes) * rng.choice((1.01, 1.2, 1.5, 3))
         found = solve_config(job.table, row, room) or smallest
         stated = job.stated(job.table, found)
-        assert stated["context.attention"] == "all_to_all"
+        is_gathered = bool(job.grid["gathers_kv"][row])
+        assert stated["context.attention"] == ("all_gather" if is_gathered else "all_to_all")
         plan = make_plan(job.request.read(overrides(stated)), job.request.graph)
         assert plan.mesh.size("cp") == job.grid["cp"][row]
         assert Costed(plan, job.request.cluster).seconds == pytest.approx(found.seconds)

@@ -17,11 +17,12 @@ from tests.planner.test_planner import PLAN, job
 __all__ = ["job"]
 
 MANY = {"nodes": 512, "gpus_per_node": 8, "gpu": "h100-sxm-80gb", "inter": "50GB/s"}
+WITHOUT_CP = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "tp"), "auto")
 ALONE = {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}
 
 
 def test_samples_that_no_mesh_shares_out_are_the_reason(job, capsys):
-    path = job(hardware=MANY)
+    path = job(hardware=MANY, mesh=WITHOUT_CP)
     with pytest.raises(EmptySpaceError) as caught:
         search_plan(path)
     (problem,) = caught.value.problems

@@ -109,7 +109,7 @@ def small(seed: int) -> dict[str, Any]:
 )
 def test_nothing_in_the_space_is_faster(job, block):
     num_there = 0
-    for seed in (10, 20) if block == 0 else range(block * 10, block * 10 + 10):
+    for seed in (39, 41) if block == 0 else range(block * 10, block * 10 + 10):
         at = random_job(job(TINY, **small(seed)), seed)
         found, expected, is_there = answers(at)
         assert found == pytest.approx(expected, rel=2e-4), seed

@@ -203,13 +203,14 @@ def test_stages_are_left_out_part_by_part(job: Any) -> None:
 
 
 def test_what_allows_more_may_be_what_fits(job: Any) -> None:
-    """Keys of the whole sequence need no heads to share: without the word there is no cp of 8."""
-    mesh, context = {"cp": 8}, {"attention": "all_gather"}
-    hardware = tight(0.5) | {"gpus_per_node": 8}
-    path = job(**USUAL | {"mesh": mesh, "context": context, "hardware": hardware})
+    """Without the word there is no tp over two nodes, and nothing else takes 16 devices."""
+    mesh = {"dp_shard": 1, "tp": 16}
+    hardware = tight(0.5) | {"nodes": 2, "gpus_per_node": 8, "inter": "50GB/s"}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    path = job(LLAMA | heads, **USUAL | {"mesh": mesh, "hardware": hardware})
     question = request_of_file(path)
     assert len(PlanningProblem(question).grid)
-    (word,) = (each for each in statements_of(question.read(())) if each.path == "context")
+    (word,) = (each for each in statements_of(question.read(())) if each.path == "mesh.tp")
     assert word.allows_more
     asked = _Asking(question, lambda text: None)
     asked._deadline = float("inf")

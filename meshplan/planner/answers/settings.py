@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from meshplan.cost.config import STRATEGY_OPTIONS, offload_of
-from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, RECOMPUTE
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST, CONTEXT_WORDS, MODES, RECOMPUTE
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.layout.mesh import AXES
 from meshplan.planner.problem.decision import Evaluated
@@ -22,17 +22,17 @@ from meshplan.spec.spec import STRATEGY_WORDS
 FIELDS: Final = (
     *(f"mesh.{axis}" for axis in AXES),
     "strategy", "batch.micro", "activation_checkpointing", "reshard_after_forward", "offload",
-    "sequence_parallel", "loss_parallel", "loss_chunks", "allocator",
+    "sequence_parallel", "loss_parallel", "loss_chunks", "allocator", "context.attention",
 )  # fmt: skip
 """Fields that the planner chooses and a user can ask about."""
 
-READ_AGAIN: Final = ("loss_parallel", "loss_chunks", "allocator")
+READ_AGAIN: Final = ("loss_parallel", "loss_chunks", "allocator", "context.attention")
 """Subset of `FIELDS` for which the plan file is planned again with the value stated, since the
 planner may not try the value by itself."""
 
 STATED: Final = (
     "precision", "optimizer", "tp_plan",
-    "context.attention", "experts.capacity", "pipeline.schedule", "pipeline.virtual",
+    "experts.capacity", "pipeline.schedule", "pipeline.virtual",
 )  # fmt: skip
 """Further fields that a user can ask about. The planner keeps them as stated, or chooses them only
 in part."""
@@ -88,6 +88,8 @@ def has(evaluated: Evaluated, path: str, text: str) -> bool:
         return a.loss_parallel == (text == "true")
     if path == "loss_chunks":
         return str(a.chunked_loss.chunks if a.chunked_loss is not None else 1) == text
+    if path == "context.attention":
+        return a.context is not None and a.context.attention == text
     if path == "allocator":
         return plan.spec.allocator == text
     num_with, num = blocks_with(evaluated, path, text)
@@ -228,6 +230,9 @@ def settings_of(free: Freedom, path: str) -> Iterator[str]:
         yield from (f"{path}={word}" for word, what in WORDS.items() if what in free.offload)
     elif path == "loss_chunks":
         yield from (f"{path}={chunks}" for chunks in free.loss_chunks)
+    elif path == "context.attention":
+        ways = {way for size, ways in free.contexts.items() if size > 1 for way in ways}
+        yield from (f"{path}={CONTEXT_WORDS[way]}" for way in sorted(ways))
     elif path == "allocator":
         yield from (f"{path}={word}" for word in free.allocators)
     elif path in ("reshard_after_forward", "sequence_parallel", "loss_parallel"):

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
+from meshplan.cost.grid import CONTEXT_WORDS, MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
 from meshplan.layout.mesh import DATA_AXES, order_of
 from meshplan.planner.solve.config import Candidate
-from meshplan.planner.space.cp import context_of
 from meshplan.planner.space.ep import LENDER, is_placed, words
 from meshplan.planner.space.fixed import Pins
 from meshplan.planner.space.memory_settings import memory_setting_words
@@ -148,7 +147,7 @@ def statements(
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].reshard)]
     rules += _reshard_rules(open_, usual)
     if sizes["cp"] > 1 and spec.context is None:
-        out["context.attention"] = context_of(spec).attention
+        out["context.attention"] = CONTEXT_WORDS[int(row["gathers_kv"])]
     if ep > 1 and not is_placed(spec):
         rules.append(words(free.experts))
     for number, rule in enumerate(rules, len(spec.rules)):

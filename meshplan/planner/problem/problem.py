@@ -32,7 +32,6 @@ from meshplan.planner.problem.truncated_estimate import Stages, TruncatedEstimat
 from meshplan.planner.solve.config import Candidate
 from meshplan.planner.solve.result import Guess, ReplayedMemory
 from meshplan.planner.space.batch import check_batch, check_same_batch
-from meshplan.planner.space.cp import EXCHANGES, context_of
 from meshplan.planner.space.emptiness import nothing_to_choose
 from meshplan.planner.space.enumeration import enumerate_grid
 from meshplan.planner.space.ep import experts_of
@@ -235,7 +234,6 @@ class PlanningProblem:
             recompute=self.free.recompute,
             reshard=self.free.reshard,
             pins=self._pins,
-            exchanges=context_of(self.spec).attention == EXCHANGES,
             are_units=self._traced is None and not self.spec.rules,
             order=order_of(self.spec.mesh),
         )

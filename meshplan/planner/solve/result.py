@@ -211,7 +211,7 @@ def mesh_key(config: np.void) -> tuple[int, ...]:
     """
     names = (
         "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual", "mode", "schedule",
-        "offload", "loss_chunks",
+        "offload", "loss_chunks", "gathers_kv",
     )  # fmt: skip
     enough = config["pp"] * (2 if config["virtual"] > 1 else 1)
     few = int(config["microbatches"]) if config["microbatches"] < enough else 0

@@ -1,62 +1,84 @@
 """The sizes of cp that a plan leaves open, and how attention reads the whole sequence.
 
-Unless the plan states otherwise, cp ranks exchange heads (all-to-all). If keys and values were
-gathered instead, each rank would keep the keys and values of the whole sequence, and a mask over
-them. A plan may state `context.attention: all_gather`, and then any size is allowed.
+Ranks of cp either exchange heads (all-to-all), or gather keys and values. In the first case, their
+number must divide the heads. In the second, each rank holds the keys and values of the whole
+sequence, and a mask over them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
+from meshplan.cost.grid import CONTEXT_WORDS
 from meshplan.spec.spec import Context, Spec
 
-EXCHANGES: Final = "all_to_all"
+EXCHANGE: Final = CONTEXT_WORDS.index("all_to_all")
 
 
 def context_of(spec: Spec) -> Context:
-    """Return the context settings of a plan; if it has none, those that the planner would write."""
-    return spec.context or Context(attention=EXCHANGES)
+    """Return the context settings of a plan; if it has none, those of a trial: heads exchanged."""
+    return spec.context or Context(attention="all_to_all")
 
 
 def contexts_of(
-    spec: Spec, sizes: Sequence[int], heads: Sequence[int], refuses: Callable[[int], str]
-) -> tuple[tuple[int, ...], list[tuple[str, str]]]:
-    """Return the sizes that cp may have, and (value, reason) for each value left out.
+    spec: Spec,
+    sizes: Sequence[int],
+    heads: Sequence[int],
+    refuses: Callable[[int, Context], str],
+    *,
+    is_traced: bool,
+) -> tuple[dict[int, tuple[int, ...]], list[tuple[str, str]]]:
+    """Return the sizes that cp may have, with the ways of attention of each.
 
     Args:
         spec: The spec of the plan file.
         sizes: Sizes of cp that the mesh leaves open.
         heads: (number of heads, number of key/value heads) of the attention; () if not known.
-        refuses: Returns the reason why the model does not allow a size of cp; "" if it does.
+        refuses: Returns the reason why the model does not allow a size of cp with these settings;
+            "" if it does.
+        is_traced: If True, costs come from traces of a live model.
+
+    Returns:
+        ({size of cp: indices into `CONTEXT_WORDS`}, [(value, reason)] for each value left out).
     """
-    allowed, out = [size for size in sizes if size == 1], []
-    if allowed and spec.context is not None:
-        allowed = []
+    allowed: dict[int, tuple[int, ...]] = {}
+    out: list[tuple[str, str]] = []
+    if 1 in sizes and spec.context is None:
+        allowed[1] = (EXCHANGE,)
+    elif 1 in sizes:
         out.append(("mesh.cp=1", "the plan states how attention over parts of a sequence is done"))
-    more = [size for size in sizes if size > 1]
-    kind = context_of(spec).attention
-    uneven = [size for size in more if kind == EXCHANGES and any(n % size for n in heads)]
+    more, own = [size for size in sizes if size > 1], context_of(spec)
     if not heads and more:
-        return tuple(allowed), [*out, (_words(more), refuses(more[0]) or "its heads are not known")]
-    for size in (size for size in more if size not in uneven):
-        if why := refuses(size):
-            out.append((_words([size]), why))
+        return allowed, [*out, (_words(more), refuses(more[0], own) or "its heads are not known")]
+    words = CONTEXT_WORDS if spec.context is None and not is_traced else (own.attention,)
+    numbers = " and ".join(map(str, dict.fromkeys(heads)))
+    left, whys = list[tuple[int, str]](), dict[str, str]()
+    for size in more:
+        ways, why = [], ""
+        for word in words:
+            if word == CONTEXT_WORDS[EXCHANGE] and any(number % size for number in heads):
+                why = f"{numbers} heads do not divide by it"
+            elif refused := refuses(size, replace(own, attention=word)):
+                whys.setdefault(word, refused)
+                why = why or refused
+            else:
+                ways.append(CONTEXT_WORDS.index(word))
+        if ways:
+            allowed[size] = tuple(ways)
         else:
-            allowed.append(size)
-    if spec.context is None and max(allowed, default=1) > 1:
-        why = "each rank would hold the keys and values of the whole sequence; a plan may state it"
-        out.append(("context.attention=all_gather", why))
-    if uneven:
-        counts = " and ".join(map(str, dict.fromkeys(heads)))
-        out.append((_words(uneven), f"{counts} heads do not divide by it"))
-    return tuple(allowed), out
-
-
-def shared_heads(spec: Spec, heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the numbers of heads that cp must divide; () if each cp rank computes all heads."""
-    return heads if context_of(spec).attention == EXCHANGES else ()
+            left.append((size, why))
+    for why in dict.fromkeys(why for _, why in left):
+        out.append((_words([size for size, other in left if other == why]), why))
+    for word in CONTEXT_WORDS[1:]:
+        if max(allowed, default=1) == 1 or spec.context is not None:
+            continue
+        if is_traced:
+            whys[word] = "ranks of a live model exchange heads; a plan may state it"
+        if not any(CONTEXT_WORDS.index(word) in ways for ways in allowed.values()):
+            out.append((f"context.attention={word}", whys[word]))
+    return allowed, out
 
 
 def _words(sizes: Sequence[int]) -> str:

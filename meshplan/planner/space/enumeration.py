@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from meshplan.cost.grid import GRID, MODES, SCHEDULE_WORDS
 from meshplan.layout.schedules import SCHEDULES
+from meshplan.planner.space.cp import EXCHANGE
 from meshplan.planner.space.ep import go_together
 from meshplan.planner.space.offload import may_offload
 from meshplan.planner.space.space import Freedom, divisors
@@ -30,9 +31,10 @@ def enumerate_grid(free: Freedom) -> NDArray[np.void]:
     offloads = (0,) if 0 in free.offload else free.offload
     for tp in free.axes["tp"]:
         for cp in free.axes["cp"]:
+            ways = [*_context_ways(free, tp, cp)]
             for pp in free.axes["pp"]:
                 inner = tp * cp * pp
-                if free.world % inner == 0 and _shares_heads(free, tp, cp):
+                if free.world % inner == 0 and ways:
                     for data in _data(free, free.world // inner):
                         for ep in _ep_sizes(free, data[1], {"pp": pp, "cp": cp, "tp": tp}):
                             steps = [*_steps(free, (pp, *data[:2], cp, tp, ep), data[2])]
@@ -41,15 +43,20 @@ def enumerate_grid(free: Freedom) -> NDArray[np.void]:
                             chunks = free.loss_chunks[: None if inner == 1 else 1]
                             for what in offloads:
                                 if may_offload(free, (pp, *data[:2], cp), data[2], what):
-                                    rows += [(*step, what, parts) for step in steps
-                                             for parts in chunks
+                                    rows += [(*step, what, parts, way) for step in steps
+                                             for parts in chunks for way in ways
                                              if not (what and step[-1] in _HALVED)]  # fmt: skip
     return np.array(rows, GRID)
 
 
-def _shares_heads(free: Freedom, tp: int, cp: int) -> bool:
-    """Return True if tp * cp divides all numbers of heads, or cp does not exchange heads."""
-    return cp == 1 or not any(heads % (tp * cp) for heads in free.heads)
+def _context_ways(free: Freedom, tp: int, cp: int) -> Iterator[int]:
+    """Yield the indices into `CONTEXT_WORDS` that tp and cp allow; 0 if there is no cp.
+
+    To exchange heads, tp * cp must divide all numbers of heads.
+    """
+    for way in free.contexts.get(cp, (0,)):
+        if way != EXCHANGE or cp == 1 or not any(heads % (tp * cp) for heads in free.heads):
+            yield way
 
 
 def _ep_sizes(free: Freedom, shard: int, sizes: Mapping[str, int]) -> Iterator[int]:

@@ -18,7 +18,7 @@ from meshplan.errors import PlanError, Problem
 from meshplan.layout.mesh import AXES
 from meshplan.memory.replay.optimizer import OF_WHOLE_TENSORS
 from meshplan.planner.space.batch import of_data_rank
-from meshplan.planner.space.cp import contexts_of, shared_heads
+from meshplan.planner.space.cp import contexts_of
 from meshplan.planner.space.ep import NO_EXPERTS, ExpertCounts, is_placed
 from meshplan.planner.space.memory_settings import allocators_of, chunks_of
 from meshplan.planner.space.offload import ONLY_IN_FULL, stated_offloads
@@ -81,8 +81,9 @@ class Freedom:
         schedules: Indices into `cost.grid.SCHEDULE_WORDS`.
         virtual: Stages per rank, for schedules with several; None leaves it open.
         num_blocks: Number of blocks of the model.
-        heads: (number of heads, number of key/value heads) that tp * cp must divide; () if cp
-            exchanges no heads or the numbers are not known.
+        heads: (number of heads, number of key/value heads) that tp * cp must divide where cp
+            exchanges heads; () if they are not known.
+        contexts: {size of cp: indices into `cost.grid.CONTEXT_WORDS`}.
         recompute: Indices into `cost.grid.RECOMPUTE`.
         reshard: Values of reshard after forward of blocks whose parameters are sharded.
         micro: Values of `batch.micro`: samples of one microbatch or, in a pipeline, of all its
@@ -109,6 +110,7 @@ class Freedom:
     virtual: int | None = None
     num_blocks: int = 1
     heads: tuple[int, ...] = ()
+    contexts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     recompute: tuple[int, ...] = tuple(range(len(RECOMPUTE)))
     reshard: tuple[int, ...] = (0, 1)
     micro: tuple[int, ...] = ()
@@ -175,9 +177,14 @@ def freedom_of(
     axes["tp"] = tuple(tensor)
     axes["pp"] = _pipelines(spec, axes["pp"], num_blocks, refuses, rejected, is_traced)
     axes["pp"] = tuple(_as_stated(spec, axes["pp"], can_cut, rejected))
-    axes["cp"], left_out = contexts_of(
-        spec, axes["cp"], heads, lambda size: refuses(with_axes(spec, {"cp": size}))
+    contexts, left_out = contexts_of(
+        spec,
+        axes["cp"],
+        heads,
+        lambda size, context: refuses(with_axes(replace(spec, context=context), {"cp": size})),
+        is_traced=is_traced,
     )
+    axes["cp"] = tuple(contexts)
     rejected += (Rejected(what, why) for what, why in left_out)
     axes["ep"] = tuple(_ep_sizes(spec, axes["ep"], experts, refuses, rejected))
     schedules, without = schedules_of(spec, axes["pp"], keeps_from_rounds)
@@ -207,7 +214,8 @@ def freedom_of(
         schedules=schedules,
         virtual=stated_virtual(spec),
         num_blocks=num_blocks,
-        heads=shared_heads(spec, heads),
+        heads=heads,
+        contexts=contexts,
         recompute=tuple(_recompute(spec, refuses, rejected)),
         reshard=reshard,
         sequence_parallel={size: cuts for size, (cuts, _) in tensor.items()},

@@ -59,7 +59,6 @@ def cost_table_of(
     recompute: tuple[int, ...],
     reshard: tuple[int, ...],
     pins: Pins,
-    exchanges: bool = True,
     are_units: bool = False,
     order: Sequence[str] = AXES,
 ) -> CostTable:
@@ -76,7 +75,6 @@ def cost_table_of(
         recompute: Indices into `cost.grid.RECOMPUTE` that the plan leaves open.
         reshard: Values of reshard after forward, 0 or 1, that the plan leaves open.
         pins: Choices that rules fix for single blocks, by fqn.
-        exchanges: If True, cp exchanges heads (all-to-all) instead of gathering keys and values.
         are_units: If True, each block is one FSDP unit, whose parameters are gathered together and
             whose gradients are reduced together.
         order: The axes of the mesh, outermost first.
@@ -116,7 +114,6 @@ def cost_table_of(
                 gpus_per_node,
                 precision,
                 dtype=dtype,
-                exchanges=exchanges,
                 order=order,
             )
             pin = left[number]

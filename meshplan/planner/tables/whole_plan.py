@@ -375,12 +375,6 @@ class Costed:
         )
         return int(per_sample * int(self.row["micro"][0]) / int(self.row["cp"][0]))
 
-    @property
-    def _exchanges(self) -> bool:
-        """True if cp exchanges heads (all-to-all) instead of gathering keys and values."""
-        context = self.plan.assignment.context
-        return context is not None and context.attention == "all_to_all"
-
     def _terms(self, kind: int, unit: _UnitSettings, profile: Profile) -> Terms:
         """Return the seconds of a kind of place."""
         row = self.row.copy()
@@ -395,7 +389,6 @@ class Costed:
             is_awaited=unit.is_awaited,
             reshard_ranks=unit.reshard_ranks,
             parts=unit.parts,
-            exchanges=self._exchanges,
             order=order_of(self.plan.mesh.sizes),
         )
 

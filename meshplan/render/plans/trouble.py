@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from meshplan.planner.answers.infeasible import Remedy, Trouble
 from meshplan.render.base.statements import statement_lines
-from meshplan.render.base.text import columns, packed, wrapped
+from meshplan.render.base.text import WIDTH, columns, folded, packed, wrapped
 from meshplan.units import format_gib, format_step
 
 _HOPELESS: Final = (
@@ -92,7 +92,7 @@ def _remedies(trouble: Trouble) -> list[str]:
     lines = []
     for head, each in zip(heads, trouble.remedies, strict=True):
         statements = statement_lines(each.setting, each.evaluated.plan.graph.blocks())
-        lines += [head, *packed("      ", statements)]
+        lines += [*folded(head, WIDTH), *packed("      ", statements)]
     return [
         "changes that make a plan fit, one at a time; each was searched and its memory simulated:",
         *lines,
