@@ -394,6 +394,20 @@ def test_other_settings_of_a_stated_plan_are_priced(write, capsys):
     assert "only the plan as it is stated was priced" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("setting", ["loss_chunks=8", "activation_checkpointing=full"])
+def test_what_keeps_a_stated_plan_from_being_one_is_the_reason(setting, write, capsys):
+    """Not the schedule, nor what is followed already: leave nothing auto."""
+    fields, _ = STATED["ZBV"]
+    path = str(write(fields))
+    assert main(["check", "-f", path, "--set", setting]) == 1
+    told = capsys.readouterr().out
+    assert "do not go together" in told
+    assert main(["plan", "-f", path, "--set", setting, "-q", "--dry-run"]) == 2
+    assert capsys.readouterr().err == told
+    assert main(["explain", "why-not", setting, "-f", path, "-q"]) == 1
+    assert "do not go together" in capsys.readouterr().out
+
+
 def test_a_setting_with_which_a_stated_plan_does_not_fit(write):
     fields, _ = STATED["reshard"]
     batch = {"micro": 8, "accumulate": 1, "seq_len": 16384}

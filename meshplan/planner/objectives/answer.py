@@ -8,14 +8,17 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
+from meshplan.errors import PlanError
+from meshplan.plan.plan import make_plan
 from meshplan.planner.objectives.balanced import balanced
 from meshplan.planner.objectives.fastest import decide, grid_line
 from meshplan.planner.objectives.memory import LeastMemory
 from meshplan.planner.objectives.num_devices import cheapest
 from meshplan.planner.objectives.offload_variants import add_offload_variants
-from meshplan.planner.objectives.priced import is_priced, is_priced_instead, price
+from meshplan.planner.objectives.priced import is_closed, is_priced, is_priced_instead, price
 from meshplan.planner.problem.decision import Decision, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
+from meshplan.planner.space.fixed import AS_STATED
 from meshplan.planner.space.space import EmptySpaceError, Rejected
 from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.spec.spec import AUTO
@@ -44,6 +47,11 @@ def answer(request: PlanRequest, report: OnProgress = lambda text: None) -> Deci
     except EmptySpaceError:
         if is_priced_instead(request):
             return price(request, report)
+        raise
+    except PlanError as error:
+        # Where a closed plan is told to become one, something else keeps it from being priced.
+        if is_closed(request) and any(AS_STATED in each.fix for each in error.problems):
+            make_plan(request.read(()), request.graph)
         raise
 
 

@@ -37,8 +37,7 @@ def is_priced(request: PlanRequest) -> bool:
     """
     traced, spec = request.traced, request.read(())
     if traced is None:
-        is_closed = spec.mesh is not None and not spec.free_fields
-        return is_closed and bool(_why_unsearched(spec, request))
+        return is_closed(request) and bool(_why_unsearched(spec, request))
     if not traced.is_priced(spec):
         return False
     mesh = spec.mesh if isinstance(spec.mesh, Mapping) else {}
@@ -50,6 +49,12 @@ def is_priced(request: PlanRequest) -> bool:
     tried = {"tp", "pp"} if mesh.get("tp", 1) == 1 or mesh.get("pp", 1) == 1 else {"tp"}
     others = {axis: size for axis, size in mesh.items() if axis not in tried}
     return bool(traced.refuses(replace(spec, mesh=others) if mesh else spec))
+
+
+def is_closed(request: PlanRequest) -> bool:
+    """Return True if a config's plan states its mesh, and leaves nothing `auto`."""
+    spec = request.read(())
+    return request.traced is None and spec.mesh is not None and not spec.free_fields
 
 
 def why_priced(request: PlanRequest) -> str:
