@@ -16,9 +16,11 @@ import pytest
 
 from meshplan.errors import PlanError
 from meshplan.memory.analytic.estimate import analytic_log_of_rank
+from meshplan.memory.log.driver import communicators, driver_bytes
 from meshplan.plan.plan import make_plan
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.objectives.fastest import fastest_of
+from meshplan.planner.problem.excess import SHARES
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import request_of_file
 from meshplan.planner.solve.config import ConfigSolver, solve_config
@@ -86,6 +88,25 @@ def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(write: Any) 
         assert found.linear_bytes[0] <= live
         shares.append(found.linear_bytes[0] / live)
     assert np.median(shares) > 0.6
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_gathering_opens_no_communicator_of_an_exchange(write: Any, is_reversed: bool) -> None:
+    """Whichever way is asked first: what ranks need for communicators is that of their plan."""
+    job = write(kv_heads=8)
+    found = {False: set(), True: set()}
+    rows = [int(row) for row in np.flatnonzero(job.grid["cp"] > 1)]
+    for row in reversed(rows) if is_reversed else rows:
+        smallest = ConfigSolver(job.table, row, float("inf")).smallest()
+        plan = make_plan(
+            job.request.read(overrides(job.stated(job.table, smallest))), job.request.graph
+        )
+        opened = communicators(plan.assignment, gpus_per_node=8)
+        device = job.request.device
+        more = driver_bytes(device, opened).high - driver_bytes(device, ()).high
+        assert job.taken(row) * SHARES == pytest.approx(more)
+        found[bool(job.grid["gathers_kv"][row])].add(more)
+    assert max(found[True]) < max(found[False])
 
 
 def test_one_long_sequence_is_cut(write: Any) -> None:

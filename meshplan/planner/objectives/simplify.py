@@ -152,15 +152,14 @@ class Simplifier:
     def _raise_excess(self, each: Try, one: Candidate, excess: Mapping[int, float]) -> None:
         """Take the excess bytes with which a candidate of a try does not fit.
 
-        Those of a rank that does not fit grow in any case, so that tries come to an end.
+        They never shrink, and those of a rank that does not fit grow, so that tries come to an end.
         """
         known = self._known_excess(each)
         ranks = range(len(known))
         over = ranks_over(one.linear_bytes, excess, self._problem.capacity) or ranks
         found = excess_by_rank(excess, len(known))
         self._excess[each.row, each.allocators] = tuple(
-            max(found[rank], known[rank] * _MORE, 1.0) if rank in over else found[rank]
-            for rank in ranks
+            max(found[rank], known[rank] * (_MORE if rank in over else 1), 1.0) for rank in ranks
         )
 
     def _solve(self, each: Try) -> Candidate | None:

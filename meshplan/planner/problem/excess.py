@@ -64,7 +64,8 @@ def least_over(found: Sequence[ReplayedMemory]) -> ReplayedMemory:
     """
     over = set(found[0].over).intersection(*(each.over for each in found))
     least = min(found, key=lambda each: each.most_excess)
-    return replace(least, over=tuple(sorted(over)))
+    by_setting = tuple(each.excess for each in found) if len(found) > 1 else ()
+    return replace(least, over=tuple(sorted(over)), by_setting=by_setting)
 
 
 def refused_by(error: MeshplanError, candidate: Candidate, *, is_of_cut: bool) -> ReplayedMemory:

@@ -392,8 +392,10 @@ class PlanningProblem:
         if words_of(evaluated) in self._over:
             return ReplayedMemory(fits=False, why=OVER, is_of_row=False)
         self.measured.append(evaluated)
-        places = places if is_staged else ()
-        return ReplayedMemory(memory.fits is True, excess, "", evaluated, self._is_of_row, places)
+        return ReplayedMemory(
+            memory.fits is True, excess, result=evaluated, is_of_row=self._is_of_row,
+            over=places if is_staged else (),
+        )  # fmt: skip
 
     def _decided(self, spec: Spec) -> Plan:
         """Return the plan that a spec without open fields declares for the model."""

@@ -37,6 +37,11 @@ _MOST_KEPT: Final = 6
 candidate of its configuration."""
 
 
+_OPENING: Final = ("mode", "offload", "gathers_kv")
+"""Fields of a configuration that, besides the axes of its mesh, decide which communicators are
+opened (`memory.log.driver.communicators`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class TruncatedFigures:
     """Bound and guess of a candidate's excess bytes, which come on top of its linear bytes.
@@ -113,7 +118,7 @@ class TruncatedEstimate:
             number: Index of the configuration.
         """
         row = grid[number]
-        key = tuple(int(row[name]) for name in (*AXES, "mode", "offload"))
+        key = tuple(int(row[name]) for name in (*AXES, *_OPENING))
         if key not in self._taken:
             self._taken[key] = self._least(grid, row)
         return self._taken[key]
@@ -121,10 +126,10 @@ class TruncatedEstimate:
     def _least(self, grid: NDArray[np.void], row: np.void) -> float:
         """Return the bytes of a configuration's communicators, from a plan of any blocks.
 
-        The axes larger than 1 decide which communicators are opened, and the mesh decides their
-        sizes. One plan for each set of such axes is therefore enough.
+        The axes larger than 1 and `_OPENING` decide which communicators are opened, and the mesh
+        decides their sizes. One plan for each set of these is therefore enough.
         """
-        kind = tuple(bool(row[axis] > 1) for axis in AXES), int(row["mode"]), int(row["offload"])
+        kind = (*(bool(row[axis] > 1) for axis in AXES), *(int(row[name]) for name in _OPENING))
         try:
             if kind not in self._kinds:
                 self._kinds[kind] = self._with_any_blocks(grid, row)
@@ -287,11 +292,13 @@ class TruncatedEstimate:
 def _shortest(grid: NDArray[np.void], row: np.void) -> np.void:
     """Return the configuration of the grid with the fewest stages that opens equal communicators.
 
-    Such configurations have the same axes larger than 1, the same mode and the same offload.
+    Such configurations have the same axes larger than 1, and the same fields of `_OPENING`.
     """
     if row["pp"] * row["virtual"] <= 2:
         return row
-    alike = (grid["mode"] == row["mode"]) & (grid["offload"] == row["offload"])
+    alike = np.ones(len(grid), dtype=bool)
+    for name in _OPENING:
+        alike &= grid[name] == row[name]
     for axis in AXES:
         alike &= (grid[axis] > 1) == (row[axis] > 1)
     stages = grid["pp"] * grid["virtual"]

@@ -2,14 +2,14 @@
 
 The search lowers the capacity of each rank by the excess that a replay found, or, on ranks that the
 replay did not reach, by the most that it found. Another candidate may have a smaller excess,
-because its memory peaks at another time. Only one thing is assumed here: where a rank does not fit,
-it does not fit in any candidate of the configuration that puts at least as many linear bytes on it.
+because its memory peaks at another time. Only one thing is assumed here: where a rank does not fit
+with an allocator setting, it does not fit with that setting in any candidate of the configuration
+that puts at least as many linear bytes on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
 
 from meshplan.planner.solve.config import Candidate, solve_config
 from meshplan.planner.solve.result import (
@@ -23,8 +23,6 @@ from meshplan.planner.tables.cost_table import CostTable
 _MOST_REPLAYED, _MOST_BISECTED = 12, 12
 """Most candidates of one configuration that are replayed, and most bisections to find the smallest
 one that is faster than the best."""
-_ROUNDING: Final = 1e-9
-"""Relative difference of linear bytes below which two candidates count as equal."""
 
 
 def resolve_failures(
@@ -67,14 +65,14 @@ def resolve_failures(
         state, fitted, replayed = states[row], False, 0
         while state.tries and is_open(row) and row not in found.refused:
             limit = (found.best.seconds if found.best else float("inf")) * (1 - tolerance)
-            # Solving allows for rounding, so leave out what differs from a failure by no more.
-            most = tuple(
-                min(over * (1 - _ROUNDING), own)
-                for over, own in zip(state.over_from, room(row), strict=True)
-            )
-            top = solve_config(table, row, most, limit)
-            if top is None or state.has_fitted(top):
+            tops = [
+                (top, most)
+                for most in state.left(room(row))
+                if (top := solve_config(table, row, most, limit)) and not state.has_fitted(top)
+            ]
+            if not tops:
                 break
+            top, most = min(tops, key=lambda each: each[0].seconds)
             if is_late() or replayed == _MOST_REPLAYED:
                 found.is_whole = found.is_whole and not is_late()
                 found.given_up += replayed == _MOST_REPLAYED

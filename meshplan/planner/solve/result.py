@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.planner.solve.config import Candidate
+
+_ROUNDING: Final = 1e-9
+"""Relative difference of linear bytes below which two candidates count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,8 @@ class ReplayedMemory:
         fits: If True, every rank fits.
         excess: {index of a rank along pp: bytes that the replay reports above its
             `linear_bytes`}, for those ranks that were replayed.
+        by_setting: `excess` with each allocator setting that was tried, of which `excess` is the
+            least; () if no setting could fit with fewer bytes, or a single one was tried.
         why: The reason why the candidate cannot be planned (`fits` is then False); "" if it can.
         result: An object that the measuring function attaches, such as the evaluated plan; or None.
         is_of_row: If True, other candidates of the configuration have the same excess.
@@ -31,6 +36,7 @@ class ReplayedMemory:
 
     fits: bool
     excess: Mapping[int, float] = field(default_factory=dict)
+    by_setting: tuple[Mapping[int, float], ...] = ()
     why: str = ""
     result: object = None
     is_of_row: bool = True
@@ -133,8 +139,8 @@ class NodeState:
 
     Attributes:
         capacity: Linear bytes that each rank of the configuration's next candidate may use.
-        over_from: For each rank, the fewest linear bytes with which it did not fit; infinite if
-            there are none.
+        over_from: With each allocator setting, and for each rank, the fewest linear bytes with
+            which it did not fit; infinite if there are none. A single entry is of all settings.
         fits_up_to: Linear bytes of each rank of the last candidate that fitted; () if none did.
         excess: {index of a rank along pp: excess bytes of the last candidate for which they are
             known}.
@@ -154,7 +160,7 @@ class NodeState:
     """
 
     capacity: tuple[float, ...]
-    over_from: tuple[float, ...]
+    over_from: tuple[tuple[float, ...], ...]
     fits_up_to: tuple[float, ...] = ()
     excess: dict[int, float] = field(default_factory=dict)
     tries: int = 0
@@ -183,24 +189,61 @@ class NodeState:
             measured: Its memory.
             capacity: Bytes that a rank may use, with its excess.
         """
-        linear = candidate.linear_bytes
+        linear, own = candidate.linear_bytes, 0
         self.excess |= measured.excess
         if measured.fits:
             self.fits_up_to = linear
         else:
             self.seconds = candidate.seconds
-            # Where it is not known which ranks do not fit, each of them may be one.
-            over = ranks_over(linear, measured.excess, capacity) or range(len(linear))
+            settings = measured.by_setting or (measured.excess,) * len(self.over_from)
+            if len(self.over_from) < len(settings):
+                self.over_from *= len(settings)
             self.over_from = tuple(
-                min(least, linear[rank]) if rank in over else least
-                for rank, least in enumerate(self.over_from)
+                _lowered(over_from, linear, excess, capacity)
+                for over_from, excess in zip(self.over_from, settings, strict=True)
             )
+            own = settings.index(measured.excess)
         self.capacity = tuple(
             min(capacity - more, math.nextafter(least, 0.0))
             for more, least in zip(
-                excess_by_rank(self.excess, len(linear)), self.over_from, strict=True
+                excess_by_rank(self.excess, len(linear)), self.over_from[own], strict=True
             )
         )
+
+    def left(self, room: Sequence[float]) -> Iterator[tuple[float, ...]]:
+        """Yield the linear bytes that failures leave to each rank, with each allocator setting.
+
+        Args:
+            room: Linear bytes that each rank may use before any replay.
+        """
+        for over_from in self.over_from:
+            # Solving allows for rounding, so leave out what differs from a failure by no more.
+            each = zip(over_from, room, strict=True)
+            yield tuple(min(over * (1 - _ROUNDING), own) for over, own in each)
+
+
+def _lowered(
+    over_from: tuple[float, ...],
+    linear_bytes: Sequence[float],
+    excess: Mapping[int, float],
+    capacity: float,
+) -> tuple[float, ...]:
+    """Return `NodeState.over_from` of one setting after a candidate did not fit with it.
+
+    Args:
+        over_from: The value before.
+        linear_bytes: Linear bytes of each rank of the candidate.
+        excess: {index of a rank along pp: excess bytes}, of some ranks.
+        capacity: Bytes that a rank may use, with its excess.
+    """
+    over = ranks_over(linear_bytes, excess, capacity)
+    if not over:  # By rounding, or since nothing is known of the ranks.
+        needs = {rank: linear_bytes[rank] + more for rank, more in excess.items()}
+        over = (max(needs, key=needs.__getitem__),) if needs else tuple(range(len(linear_bytes)))
+    return tuple(
+        min(least, linear_bytes[rank]) if rank in over else least
+        for rank, least in enumerate(over_from)
+    )
 
 
 def mesh_key(config: np.void) -> tuple[int, ...]:

@@ -215,11 +215,7 @@ class _Search:
         return False
 
     def _drop_guesses(self) -> bool:
-        """Drop guesses that keep a configuration from beating the best, and requeue those.
-
-        Returns:
-            True if there were such configurations.
-        """
+        """Drop guesses that keep configurations from beating the best; True if there were any."""
         limit = self.found.best.seconds * (1 - self._tolerance) if self.found.best else np.inf
         is_any = False
         while self._guessed and self._guessed[0][0] < limit:
@@ -284,7 +280,7 @@ class _Search:
             return
         if (state := self._states.get(row)) is None:
             room = self._room(row)
-            state = self._states[row] = NodeState(room, (float("inf"),) * len(room))
+            state = self._states[row] = NodeState(room, ((float("inf"),) * len(room),))
         limit = (found.best.seconds if found.best else float("inf")) * (1 - self._tolerance)
         least = self._least_waiting()
         # The LP bound is cheap, and mostly high enough to send the configuration back to the queue.
@@ -339,7 +335,7 @@ class _Search:
             found.refused[row] = measured.why
             return
         state.learn(candidate, measured, self._capacity)
-        excess = found.excess[row] = excess_by_rank(state.excess, len(state.over_from))
+        excess = found.excess[row] = excess_by_rank(state.excess, len(state.capacity))
         if measured.fits:
             self._take(candidate, measured)
         else:
@@ -383,8 +379,9 @@ class _Search:
             return False
         state.guesses += 1
         # A proof takes a fraction of the time of a guess, which plays the allocator.
-        if state.guesses == 1 and self.is_over(candidate) and self.is_over(self._smallest(row)):
-            self._out.add(row)
+        is_proved = state.guesses == 1 and self.is_over(candidate)
+        smallest = self._smallest(row) if is_proved else None
+        if smallest and self.is_over(smallest) and not self._can_fit(smallest):
             return True
         excess = self._likely_excess(candidate)
         if not excess:
@@ -420,8 +417,7 @@ class _Search:
 
     def _fits_with(self, candidate: Candidate, excess: tuple[float, ...]) -> bool:
         """Return True if a candidate fits with these excess bytes of its ranks."""
-        each = zip(candidate.linear_bytes, excess, strict=True)
-        return all(linear + more <= self._capacity for linear, more in each)
+        return not ranks_over(candidate.linear_bytes, dict(enumerate(excess)), self._capacity)
 
     def _room(self, row: int) -> tuple[float, ...]:
         """Return the linear bytes that each rank of a configuration may use before any replay."""
@@ -460,9 +456,10 @@ class _Search:
     def _can_fit(
         self, smallest: Candidate, failed: Candidate | None = None, excess: tuple[float, ...] = ()
     ) -> bool:
-        """Return True if the smallest candidate fits; if not, exclude the configuration.
+        """Return True if a candidate of a configuration may fit; if not, exclude the configuration.
 
-        Other configurations that need more memory are excluded with it (`RuledOut`).
+        Other configurations that need more memory are excluded with it (`RuledOut`). If the
+        smallest candidate does not fit, another cut may put fewer bytes on the rank that is over.
 
         Args:
             smallest: The smallest candidate of a configuration.
@@ -478,6 +475,10 @@ class _Search:
             if measured.fits:
                 self._take(smallest, measured)
                 return True
+            self._states[smallest.row].learn(smallest, measured, self._capacity)
+        left = self._states[smallest.row].left(self._room(smallest.row))
+        if any(np.isfinite(config_bound(self._cost_table, smallest.row, most)) for most in left):
+            return True
         self._out.add(smallest.row)
         return False
 
