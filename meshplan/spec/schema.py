@@ -346,7 +346,7 @@ _CONTEXT: Final[Mapping[str, Decoder]] = {
 @decoder(mapping_form(_CONTEXT))
 def _context(value: PlanValue, found: Findings) -> Context | None:
     got = section(value, found, _CONTEXT, "context: {attention: all_gather, balance: true}")
-    return Context(**got) if got is not None else None
+    return Context(**got) if got else None
 
 
 _EXPERTS: Final[Mapping[str, Decoder]] = {

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshplan.cli.app import main
 from meshplan.errors import PlanError
 from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.memory.log.driver import communicators, driver_bytes
@@ -68,7 +69,36 @@ def test_a_space_without_one_way_of_attention_says_why(write: Any) -> None:
     assert not job.grid["gathers_kv"].any()
     whys = {each.what: each.why for each in job.free.rejected}
     assert "no fused kernel" in whys["context.attention=all_gather"]
-    assert whys["mesh.cp=8"] == "16 and 4 heads do not divide by it"
+    why = whys["mesh.cp=8"]
+    assert why.startswith("16 and 4 heads do not divide by it; with context.attention: all_gather")
+    assert "no fused kernel" in why
+    for odd in (write(kv_heads=1), write(batch={"global": 16, "seq_len": 2046})):
+        left_out = {each.what for each in odd.free.rejected}
+        way = 1 if "context.attention=all_gather" in left_out else 0
+        assert odd.grid["cp"].max() > 1
+        assert ("context.attention=all_to_all" in left_out) == (way == 0)
+        assert not (odd.grid["gathers_kv"][odd.grid["cp"] > 1] == way).any()
+
+
+def test_the_other_way_of_a_plan_that_states_one(write: Any, tmp_path: Path, capsys: Any) -> None:
+    """Slower by a third on this GPU, whose kernels are slow under a mask: stated it is kept."""
+    fields = {
+        "mesh": {"dp_shard": 2, "cp": 4}, "batch": {"global": 2, "seq_len": 16384},
+        "hardware": {"nodes": 1, "gpus_per_node": 8, "gpu": "a100-sxm-80gb"},
+    }  # fmt: skip
+    write(kv_heads=16, context={"attention": "all_gather"}, **fields)
+    path = str(tmp_path / "plan.yaml")
+    ask = ["explain", "why-not", "context.attention=all_to_all", "-f", path, "-q"]
+    assert main(ask) == 0
+    assert "%: faster, but the plan states another value" in capsys.readouterr().out
+    assert main([*ask, "--set", "context.attention="]) == 0
+    assert "the plan uses it" in capsys.readouterr().out
+
+
+def test_heads_that_tp_and_cp_do_not_share_out_are_the_reason(write: Any) -> None:
+    mesh, hardware = {"tp": 4, "cp": 2}, {"nodes": 1, "gpus_per_node": 8, "gpu": "a100-sxm-80gb"}
+    with pytest.raises(PlanError, match="no tp x cp divides 16 and 4 heads"):
+        _ = write(mesh=mesh, strategy=None, hardware=hardware).grid
 
 
 def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(write: Any) -> None:

@@ -57,7 +57,6 @@ def test_what_is_not_in_the_space_says_why(job):
     assert "8 devices do not divide by 3" in verdict(ask(path, "mesh.tp=3"))
     a100 = PLAN["hardware"] | {"gpu": "a100-sxm-80gb"}  # Its kernels exchange heads only.
     assert "heads do not divide by it" in verdict(ask(job(hardware=a100), "mesh.cp=8"))
-    path = job()
     path = job(mesh={"dp_shard": 8}, strategy=None)
     assert "mesh has no tp, or states size 1" in verdict(ask(path, "mesh.tp=2"))
 

@@ -21,7 +21,7 @@ from meshplan.planner.lock.lock import overrides
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import request_of_file
 from meshplan.spec.reader import load_spec
-from meshplan.spec.spec import Context, Spec
+from meshplan.spec.spec import Spec
 from tests.planner.test_experts import MIXTRAL
 from tests.planner.test_planner import LLAMA, OPEN, job
 from tests.planner.test_remedy import WIDE, tight
@@ -203,14 +203,13 @@ def test_stages_are_left_out_part_by_part(job: Any) -> None:
 
 
 def test_what_allows_more_may_be_what_fits(job: Any) -> None:
-    """Without the word there is no tp over two nodes, and nothing else takes 16 devices."""
-    mesh = {"dp_shard": 1, "tp": 16}
-    hardware = tight(0.5) | {"nodes": 2, "gpus_per_node": 8, "inter": "50GB/s"}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
-    path = job(LLAMA | heads, **USUAL | {"mesh": mesh, "hardware": hardware})
+    """Without the word, 8 ranks of cp have two chunks each, and 264 tokens no 16 of them."""
+    mesh, context = {"cp": 8}, {"attention": "all_gather", "balance": False}
+    hardware, batch = tight(0.5) | {"gpus_per_node": 8}, {"global": 16, "seq_len": 264}
+    path = job(**USUAL | {"mesh": mesh, "context": context, "hardware": hardware, "batch": batch})
     question = request_of_file(path)
     assert len(PlanningProblem(question).grid)
-    (word,) = (each for each in statements_of(question.read(())) if each.path == "mesh.tp")
+    (word,) = (each for each in statements_of(question.read(())) if each.path == "context")
     assert word.allows_more
     asked = _Asking(question, lambda text: None)
     asked._deadline = float("inf")
@@ -225,7 +224,7 @@ def test_a_key_without_a_value_states_nothing(job: Any) -> None:
     for key in ("sequence_parallel", "tp_plan", "activation_checkpointing"):
         assert key not in load_spec(path, [f"{key}="]).origins
         assert PlanningProblem(request_of_file(path, [f"{key}="])).free == usual
-    assert load_spec(path, ["context.attention="]).context == Context()
+    assert load_spec(path, ["context.attention="]).context is None
 
 
 @pytest.mark.parametrize(

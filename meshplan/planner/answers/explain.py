@@ -26,6 +26,7 @@ from meshplan.planner.answers.settings import (
     narrowed,
     no_mesh,
     settings_of,
+    why_rejected,
 )
 from meshplan.planner.objectives.answer import answer, smallest_of
 from meshplan.planner.objectives.balanced import balance
@@ -94,6 +95,7 @@ class WhyNot:
             (0, 0) if blocks do not choose it.
         is_left: If True, the setting is of a field in `settings.STATED`, which the planner keeps as
             stated or chooses in part.
+        is_stated: If True, the plan file states the field, perhaps with another value.
         shares: The parts of the step time of `evaluated`; None if there is no such plan.
         plan_shares: The parts of the step time of `plan`; None if there is no such plan.
         objective: The objective by which both plans were chosen.
@@ -111,6 +113,7 @@ class WhyNot:
     is_planned: bool = False
     num_with: tuple[int, int] = (0, 0)
     is_left: bool = False
+    is_stated: bool = False
     shares: Shares | None = None
     plan_shares: Shares | None = None
     objective: str = "time"
@@ -282,14 +285,20 @@ class Asker:
         except PlanError as error:
             cause = error.problems[0]
             reason = f": {cause.fix}" if isinstance(error, EmptySpaceError) else ""
-            return WhyNot(setting=setting, why=f"{cause.what}{reason}")
+            why = why_rejected(self.free, setting) or f"{cause.what}{reason}"
+            return WhyNot(setting=setting, why=why)
         path, _, text = map(str.strip, setting.partition("="))
         plan = self.decision.chosen
-        is_left = path in STATED
+        is_left, spec = path in STATED, self._problem.spec
         is_planned = plan is not None and (
-            problem.spec == self._problem.spec if is_left else has(plan, path, text)
+            problem.spec == spec if is_left else has(plan, path, text)
         )
-        return replace(self._beside(setting, problem), is_planned=is_planned, is_left=is_left)
+        return replace(
+            self._beside(setting, problem),
+            is_planned=is_planned,
+            is_left=is_left,
+            is_stated=path in spec.origins and path not in spec.free_fields,
+        )
 
     def _beside(self, setting: str, problem: PlanningProblem) -> WhyNot:
         """Compare the best plan of a problem with the plan chosen without the setting."""

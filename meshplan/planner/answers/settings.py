@@ -156,7 +156,7 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
         if text not in RECOMPUTE:
             raise _no_value(path, text, RECOMPUTE)
         if RECOMPUTE.index(text) not in free.recompute:
-            return None, _why_rejected(free, f"{path}={text}") or "the plan states another value"
+            return None, why_rejected(free, f"{path}={text}") or "the plan states another value"
         fixed = {"recompute": (RECOMPUTE.index(text),)}
     elif path == "offload":
         if text not in WORDS:
@@ -192,7 +192,7 @@ def _no_value(path: str, text: str, words: Sequence[str]) -> SpecError:
     return SpecError(Problem(f"'{text}' is not a value of {path}", Origin(path), fix))
 
 
-def _why_rejected(free: Freedom, setting: str) -> str:
+def why_rejected(free: Freedom, setting: str) -> str:
     """Return the reason with which the space rejected a setting; "" if it did not reject it."""
     path, _, text = setting.partition("=")
     for each in free.rejected:
@@ -204,7 +204,7 @@ def _why_rejected(free: Freedom, setting: str) -> str:
 
 def no_mesh(free: Freedom, path: str, text: str) -> str:
     """Return the reason why no configuration of a space has a setting."""
-    found = _why_rejected(free, f"{path}={text}")
+    found = why_rejected(free, f"{path}={text}")
     if found:
         return found
     if path.startswith("mesh.") and int(text) not in divisors(free.world):

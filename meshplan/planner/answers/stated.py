@@ -129,7 +129,7 @@ def _of_whole(spec: Spec) -> Iterator[Statement]:
     if spec.context is not None:
         words = {"attention": spec.context.attention, "balance": spec.context.balance}
         stated = {name: value for name, value in words.items() if value is not None}
-        yield Statement("context", _words(stated))
+        yield Statement("context", _words(stated), allows_more=True)
     if "tp_plan" in spec.origins and spec.tp_plan != AUTO:
         yield Statement("tp_plan", spec.tp_plan, allows_more=True)
     if "sequence_parallel" in spec.origins:

@@ -7,7 +7,7 @@ sequence, and a mask over them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -19,7 +19,7 @@ EXCHANGE: Final = CONTEXT_WORDS.index("all_to_all")
 
 def context_of(spec: Spec) -> Context:
     """Return the context settings of a plan; if it has none, those of a trial: heads exchanged."""
-    return spec.context or Context(attention="all_to_all")
+    return spec.context or Context(attention=CONTEXT_WORDS[EXCHANGE])
 
 
 def contexts_of(
@@ -56,29 +56,34 @@ def contexts_of(
     numbers = " and ".join(map(str, dict.fromkeys(heads)))
     left, whys = list[tuple[int, str]](), dict[str, str]()
     for size in more:
-        ways, why = [], ""
+        refused = dict[str, str]()
         for word in words:
             if word == CONTEXT_WORDS[EXCHANGE] and any(number % size for number in heads):
-                why = f"{numbers} heads do not divide by it"
-            elif refused := refuses(size, replace(own, attention=word)):
-                whys.setdefault(word, refused)
-                why = why or refused
-            else:
-                ways.append(CONTEXT_WORDS.index(word))
-        if ways:
-            allowed[size] = tuple(ways)
+                refused[word] = f"{numbers} heads do not divide by it"
+            elif why := refuses(size, replace(own, attention=word)):
+                refused[word] = why
+        if ways := tuple(CONTEXT_WORDS.index(word) for word in words if word not in refused):
+            allowed[size] = ways
         else:
-            left.append((size, why))
+            left.append((size, "; with ".join(_reasons(refused))))
+        whys = refused | whys
     for why in dict.fromkeys(why for _, why in left):
         out.append((_words([size for size, other in left if other == why]), why))
-    for word in CONTEXT_WORDS[1:]:
-        if max(allowed, default=1) == 1 or spec.context is not None:
-            continue
-        if is_traced:
-            whys[word] = "ranks of a live model exchange heads; a plan may state it"
-        if not any(CONTEXT_WORDS.index(word) in ways for ways in allowed.values()):
-            out.append((f"context.attention={word}", whys[word]))
+    if max(allowed, default=1) > 1 and spec.context is None:
+        found = {way for size, ways in allowed.items() if size > 1 for way in ways}
+        without = [word for way, word in enumerate(CONTEXT_WORDS) if way not in found]
+        live = "ranks of a live model exchange heads; a plan may state it"
+        out += [(f"context.attention={word}", whys.get(word, live)) for word in without]
     return allowed, out
+
+
+def _reasons(refused: Mapping[str, str]) -> Iterator[str]:
+    """Yield why each way of attention was refused; equal reasons once, the first without a name."""
+    known: set[str] = set()
+    for word, why in refused.items():
+        if why not in known:
+            yield f"context.attention: {word}, {why}" if known else why
+        known.add(why)
 
 
 def _words(sizes: Sequence[int]) -> str:

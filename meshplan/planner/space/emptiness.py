@@ -5,13 +5,14 @@ The reason is what the model or the plan excludes, or a number of samples that n
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from meshplan.errors import Problem
-from meshplan.planner.space.enumeration import enumerate_grid
+from meshplan.planner.space.enumeration import context_ways, enumerate_grid
 from meshplan.planner.space.space import EmptySpaceError, Freedom
 from meshplan.spec.spec import Spec
 
@@ -20,7 +21,12 @@ _FIX: Final = "state less, or change batch.global"
 
 def nothing_to_choose(free: Freedom, spec: Spec) -> EmptySpaceError:
     """Return the error for a space without any configuration, with the reason and a fix."""
-    whys = "; ".join(f"{each.what}: {each.why}" for each in free.rejected)
+    rejected = [f"{each.what}: {each.why}" for each in free.rejected]
+    pairs = [*itertools.product(free.axes["tp"], free.axes["cp"])]
+    if pairs and not any([*context_ways(free, *pair)] for pair in pairs):
+        numbers = " and ".join(map(str, dict.fromkeys(free.heads)))
+        rejected.append(f"ranks of cp exchange heads, and no tp x cp divides {numbers} heads")
+    whys = "; ".join(rejected)
     least = _least_samples(free)
     devices = f"{free.world:,} device{'' if free.world == 1 else 's'}"
     if least is None or free.global_ is None:

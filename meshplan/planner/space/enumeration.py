@@ -31,7 +31,7 @@ def enumerate_grid(free: Freedom) -> NDArray[np.void]:
     offloads = (0,) if 0 in free.offload else free.offload
     for tp in free.axes["tp"]:
         for cp in free.axes["cp"]:
-            ways = [*_context_ways(free, tp, cp)]
+            ways = [*context_ways(free, tp, cp)]
             for pp in free.axes["pp"]:
                 inner = tp * cp * pp
                 if free.world % inner == 0 and ways:
@@ -49,7 +49,7 @@ def enumerate_grid(free: Freedom) -> NDArray[np.void]:
     return np.array(rows, GRID)
 
 
-def _context_ways(free: Freedom, tp: int, cp: int) -> Iterator[int]:
+def context_ways(free: Freedom, tp: int, cp: int) -> Iterator[int]:
     """Yield the indices into `CONTEXT_WORDS` that tp and cp allow; 0 if there is no cp.
 
     To exchange heads, tp * cp must divide all numbers of heads.

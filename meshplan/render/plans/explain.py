@@ -76,6 +76,8 @@ def _alone(answer: WhyNot) -> str:
     if more <= -_SAME and answer.is_left:
         words = "faster, but the planner does not choose this by itself: state it in the plan"
         return f"{more:+.1%}: {words}"
+    if more <= -_SAME and answer.is_stated:
+        return f"{more:+.1%}: faster, but the plan states another value"
     if more <= -_SAME:
         return f"{more:+.1%}: faster, but by less than {SLACK:.0%}, and the plan is simpler"
     if more < _SAME:
