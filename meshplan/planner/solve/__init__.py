@@ -39,9 +39,11 @@ above. Once the bound is exact, the plan is replayed. If the plan fits, T is the
 If not, the M of each rank is lowered by its excess for this configuration, which goes back into the
 queue. In the end, `failures.resolve_failures` replays those candidates that a lowered M left out
 and that would be faster than T*, assuming only that a rank that does not fit does not fit in any
-candidate of its configuration that puts at least as many linear bytes on it either. When no bound
-in the queue is below T* (1 - `TOLERANCE`), no plan of the space is faster than T* by more than the
-tolerance, under the cost and memory models that are printed with the answer.
+candidate of its configuration that puts at least as many linear bytes on it either. A configuration
+whose smallest candidate does not fit is excluded if most of the excess of the ranks that are over
+(`NodeState.hopes`) leaves no candidate, and larger microbatches with it. When no bound in the queue
+is below T* (1 - `TOLERANCE`), no plan of the space is faster than T* by more than the tolerance,
+under the cost and memory models that are printed with the answer.
 
 **Stages of a live model** (`stage_ranges`). Their linear bytes leave out what is computed outside
 of the blocks, and excess_r differs between ranks, so M is not lowered. A replay says which ranks

@@ -63,7 +63,7 @@ def resolve_failures(
     left_s = float("inf")
     for row in sorted(states, key=lambda row: states[row].seconds):
         state, fitted, replayed = states[row], False, 0
-        while state.tries and is_open(row) and row not in found.refused:
+        while state.is_replayed and is_open(row) and row not in found.refused:
             limit = (found.best.seconds if found.best else float("inf")) * (1 - tolerance)
             tops = [
                 (top, most)

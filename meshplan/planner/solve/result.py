@@ -14,6 +14,8 @@ from meshplan.planner.solve.config import Candidate
 
 _ROUNDING: Final = 1e-9
 """Relative difference of linear bytes below which two candidates count as equal."""
+_KEPT: Final = 0.8
+"""Share of a rank's excess bytes that any candidate of its configuration is taken to have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ class NodeState:
         fits_up_to: Linear bytes of each rank of the last candidate that fitted; () if none did.
         excess: {index of a rank along pp: excess bytes of the last candidate for which they are
             known}.
+        over: Indices along pp of the ranks that did not fit in the last candidate that failed.
         tries: Number of candidates that were replayed.
         seconds: Seconds of a step of the last candidate that did not fit.
         num_misses: Number of times that no candidate was found within an `_AHEAD` factor of the
@@ -163,6 +166,7 @@ class NodeState:
     over_from: tuple[tuple[float, ...], ...]
     fits_up_to: tuple[float, ...] = ()
     excess: dict[int, float] = field(default_factory=dict)
+    over: tuple[int, ...] = ()
     tries: int = 0
     seconds: float = 0.0
     num_misses: int = 0
@@ -173,6 +177,11 @@ class NodeState:
     dropped_guess: tuple[float, ...] = ()
     has_ranges: bool = False
     why: str = ""
+
+    @property
+    def is_replayed(self) -> bool:
+        """True if some candidate was replayed, so that replays may have left out others."""
+        return self.tries > 0 or bool(self.excess)
 
     def has_fitted(self, candidate: Candidate) -> bool:
         """Return True if a candidate with as many linear bytes on every rank has fitted."""
@@ -195,6 +204,7 @@ class NodeState:
             self.fits_up_to = linear
         else:
             self.seconds = candidate.seconds
+            self.over = ranks_over(linear, measured.excess, capacity)
             settings = measured.by_setting or (measured.excess,) * len(self.over_from)
             if len(self.over_from) < len(settings):
                 self.over_from *= len(settings)
@@ -210,16 +220,42 @@ class NodeState:
             )
         )
 
+    def exclude(self, candidate: Candidate, measured: ReplayedMemory, capacity: float) -> None:
+        """Take the result of a replay as `learn` does, but leave `capacity` to other candidates.
+
+        The smallest candidate of a configuration may have much more excess than its fastest.
+        """
+        before = self.capacity
+        self.learn(candidate, measured, capacity)
+        self.capacity = before
+
     def left(self, room: Sequence[float]) -> Iterator[tuple[float, ...]]:
         """Yield the linear bytes that failures leave to each rank, with each allocator setting.
 
         Args:
             room: Linear bytes that each rank may use before any replay.
         """
-        for over_from in self.over_from:
+        for over_from in dict.fromkeys(self.over_from):
             # Solving allows for rounding, so leave out what differs from a failure by no more.
             each = zip(over_from, room, strict=True)
             yield tuple(min(over * (1 - _ROUNDING), own) for over, own in each)
+
+    def hopes(self, room: Sequence[float], capacity: float) -> Iterator[tuple[float, ...]]:
+        """Yield `left`, less what ranks that failed last need with most of their excess.
+
+        If no candidate is within these bytes, the configuration is excluded. That assumes that the
+        excess of a rank hardly shrinks with its linear bytes, as replays show: with fewer blocks or
+        more recomputation, it mostly grows.
+
+        Args:
+            room: Linear bytes that each rank may use before any replay.
+            capacity: Bytes that a rank may use, with its excess.
+        """
+        for most in self.left(room):
+            yield tuple(
+                min(own, capacity - _KEPT * self.excess[rank]) if rank in self.over else own
+                for rank, own in enumerate(most)
+            )
 
 
 def _lowered(

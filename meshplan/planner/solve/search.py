@@ -475,8 +475,8 @@ class _Search:
             if measured.fits:
                 self._take(smallest, measured)
                 return True
-            self._states[smallest.row].learn(smallest, measured, self._capacity)
-        left = self._states[smallest.row].left(self._room(smallest.row))
+            self._states[smallest.row].exclude(smallest, measured, self._capacity)
+        left = self._states[smallest.row].hopes(self._room(smallest.row), self._capacity)
         if any(np.isfinite(config_bound(self._cost_table, smallest.row, most)) for most in left):
             return True
         self._out.add(smallest.row)
