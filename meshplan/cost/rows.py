@@ -146,9 +146,9 @@ class Rows:
     def compute(self, tally: Tally) -> Array:
         """Return the seconds of computation.
 
-        Where cp gathers keys and values, each rank has two chunks of the queries, one from each end
-        of the sequence. A chunk attends to all keys up to its own end, which needs a mask, and no
-        kernel skips the masked half of the square on the diagonal.
+        Ranks of cp that gather keys and values have two chunks of the queries each, one from each
+        end of the sequence. A chunk attends to all keys up to its own end, which needs a mask, and
+        no kernel skips the masked half of the square on the diagonal.
 
         Assumes: sequence shards are balanced (`context.balance`).
         """

@@ -71,7 +71,7 @@ class AnalyticRank(NamedTuple):
 class KnownRanks(NamedTuple):
     """A cache of ranks' results for plans that differ only in the blocks of some pipeline ranks.
 
-    What a rank needs depends on its own blocks alone.
+    The memory of a rank depends on its own blocks alone.
 
     Attributes:
         results: {(key of the blocks, rank, whether it was summarised): result}.

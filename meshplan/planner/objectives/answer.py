@@ -49,7 +49,8 @@ def answer(request: PlanRequest, report: OnProgress = lambda text: None) -> Deci
             return price(request, report)
         raise
     except PlanError as error:
-        # Where a closed plan is told to become one, something else keeps it from being priced.
+        # The advice to leave nothing auto is followed already, so `make_plan` refuses the plan:
+        # raise its reason, as `check` does.
         if is_closed(request) and any(AS_STATED in each.fix for each in error.problems):
             make_plan(request.read(()), request.graph)
         raise

@@ -152,7 +152,7 @@ class Simplifier:
     def _raise_excess(self, each: Try, one: Candidate, excess: Mapping[int, float]) -> None:
         """Take the excess bytes with which a candidate of a try does not fit.
 
-        They never shrink, and those of a rank that does not fit grow, so that tries come to an end.
+        Known excess never shrinks, and that of a rank that is over grows: tries come to an end.
         """
         known = self._known_excess(each)
         ranks = range(len(known))

@@ -26,8 +26,8 @@ class ReplayedMemory:
         fits: If True, every rank fits.
         excess: {index of a rank along pp: bytes that the replay reports above its
             `linear_bytes`}, for those ranks that were replayed.
-        by_setting: `excess` with each allocator setting that was tried, of which `excess` is the
-            least; () if no setting could fit with fewer bytes, or a single one was tried.
+        by_setting: The excess with each allocator setting, of which `excess` is the least; () if
+            `excess` holds with every setting, or a single one was tried.
         why: The reason why the candidate cannot be planned (`fits` is then False); "" if it can.
         result: An object that the measuring function attaches, such as the evaluated plan; or None.
         is_of_row: If True, other candidates of the configuration have the same excess.
