@@ -385,20 +385,25 @@ class _Planned:
         _, index = self._ranks()
         left = self._rest()
         if left is not None and getattr(self, "padding_free", False):
-            what = "the last batch of the evaluation is filled up, and padding_free has its samples"
-            what += " in one row, so they cannot be told from those that fill it"
-            fix = "choose per_device_eval_batch_size so that all ranks together divide the samples"
-            raise ApplyError(Problem(what, fix=fix))
+            raise _filled_up("padding_free has its samples in one row, so they cannot be told from "
+                             "those that fill it")  # fmt: skip
         size = own = 0
         if left is not None:
             from transformers.trainer_pt_utils import find_batch_size
 
             size = find_batch_size(inputs) or 0
             own = min(size, max(0, left - index * size))
-            cut = cut_rows(inputs, size, own) if own else None
-            if cut is None:
-                inputs = {**inputs, **self._without_labels(inputs, own)}
-                own = size
+            cut = cut_rows(inputs, size, own)
+            labels = self._labels(inputs)
+            if cut is None and any(each.is_floating_point() for each in labels.values()):
+                # A loss of classes ignores the label -100; one of numbers does not.
+                raise _filled_up("not all of its values have a row for each sample, and no value "
+                                 "of float labels says that it does not count")  # fmt: skip
+            if cut is None or not own:
+                ignored = {name: each.clone() for name, each in labels.items()}
+                for each in ignored.values():
+                    each[own:] = IGNORED
+                inputs, own = {**inputs, **ignored}, size
             else:
                 inputs = cut
         counted = self._count_labels(inputs)
@@ -420,15 +425,10 @@ class _Planned:
                 loss = (both[0] / both[1]).to(loss.dtype)
             return (loss, *rest)
 
-    def _without_labels(self, inputs: Mapping[str, Any], own: int) -> dict[str, torch.Tensor]:
-        """Return the labels of a batch, of which only those of the first `own` samples count."""
-        found = {}
-        for name in ("labels", "shift_labels"):
-            labels = inputs.get(name)
-            if isinstance(labels, torch.Tensor) and not labels.is_floating_point() and labels.ndim:
-                found[name] = labels.clone()
-                found[name][own:] = IGNORED
-        return found
+    def _labels(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the labels of a batch by name, if they have a row for each sample."""
+        found = {name: inputs.get(name) for name in ("labels", "shift_labels")}
+        return {k: v for k, v in found.items() if isinstance(v, torch.Tensor) and v.ndim}
 
     def _rest(self) -> int | None:
         """Return the number of samples in the last batch of all data ranks; None if it is full."""
@@ -483,3 +483,9 @@ class _Planned:
 
     def _load_best_model(self) -> None:
         load(os.path.join(self.state.best_model_checkpoint, _STATE), self._planned())
+
+
+def _filled_up(why: str) -> ApplyError:
+    """Return the error of a last batch whose samples cannot be told from those that fill it."""
+    fix = "choose per_device_eval_batch_size so that all ranks together divide the samples"
+    return ApplyError(Problem(f"the last batch of the evaluation is filled up, and {why}", fix=fix))

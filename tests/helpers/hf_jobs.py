@@ -5,6 +5,7 @@ Import it in a job only: it imports accelerate.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -17,6 +18,7 @@ from transformers import (
     BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -162,6 +164,40 @@ def classifier() -> Any:
     return ViTForImageClassification(config)
 
 
+class Scores(Texts):
+    """Sequences, each with one number to predict."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": self.tokens[index], "labels": float(index % 7) / 3 - 1}
+
+
+def scoring() -> Any:
+    """A causal model of which the last token's features give one number."""
+    torch.manual_seed(0)
+    config = model().config
+    config.num_labels, config.pad_token_id = 1, 0
+    return LlamaForSequenceClassification(config)
+
+
+def collated(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """Return a batch whose positions are one row for all samples."""
+    batch = torch.utils.data.default_collate(samples)
+    return {**batch, "position_ids": torch.arange(12)[None]}
+
+
+def adapted() -> Any:
+    """The Llama, with adapters of peft that have begun to learn: at first their product is 0."""
+    from peft import LoraConfig, get_peft_model
+
+    made = get_peft_model(model(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:
+            with torch.no_grad():
+                parameter.normal_(std=0.1, generator=generator)
+    return made
+
+
 LOSSES: Final[Mapping[str, Mapping[str, Any]]] = {
     "model": {},
     "function": {"compute_loss_func": summed},
@@ -170,10 +206,14 @@ LOSSES: Final[Mapping[str, Mapping[str, Any]]] = {
     "gathering": {"base": Gathering},
     "pictures": {"model": classifier, "data": Pictures},
     "mean": {"model": unscaled, "accumulate": 1},  # The Trainer adds up means of microbatches.
+    "shared": {"model": scoring, "data": functools.partial(Scores, 6 * MICRO), "accumulate": 1,
+               "data_collator": collated},
+    "scores": {"model": scoring, "data": functools.partial(Scores, 6 * MICRO), "accumulate": 1},
+    "adapters": {"model": adapted},
     "unstated": {"base": Unstated},
     "twice": {"base": Twice},
     "step": {"base": Adversarial},
-}
+}  # fmt: skip
 """How the loss is computed: arguments of the Trainer, or of TrainingArguments."""
 
 

@@ -71,8 +71,12 @@ def test_all_numbers_are_those_of_one_process(pool, tmp_path: Path, name):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["full_shard", "pp"])
-@pytest.mark.parametrize("loss", ["function", "smoothing", "own", "pictures", "mean"])
+@pytest.mark.parametrize(
+    "loss", ["function", "smoothing", "own", "pictures", "mean", "scores", "adapters"]
+)
 def test_losses_of_ones_own_are_those_of_one_process(pool, tmp_path: Path, name, loss):
+    if loss == "adapters":
+        pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     (expected,) = pool(1).run(alone, str(tmp_path / "alone"), False, 1, loss, timeout=240)
     for found in pool(4).run(planned, name, str(tmp_path / "at"), False, 1, loss, timeout=240):
         check(found, expected)
@@ -112,6 +116,7 @@ def test_a_checkpoint_goes_on_under_another_plan(pool, tmp_path: Path, before, a
 @pytest.mark.parametrize(
     ("name", "more", "words"),
     [
+     ("full_shard", {"how": "shared"}, "no value of float labels says that it does not count"),
      ("full_shard", {"loss": "tokens"}, "the Trainer weights tokens itself"),
      ("full_shard", {"batch": {"accumulate": 4}}, "gradient_accumulation_steps is 2"),
      ("full_shard", {"clip_grad_norm": 0.1}, "max_grad_norm is 0.5, but the plan clips at 0.1")],
