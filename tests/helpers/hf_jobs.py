@@ -27,6 +27,7 @@ from transformers import (
 )
 
 import meshplan
+from meshplan.runtime.apply.wrap import applied
 from tests.helpers.lit import launched
 
 PLANS: Final[Mapping[str, dict[str, Any]]] = {
@@ -235,7 +236,7 @@ def _run(
         num_train_epochs=epochs, learning_rate=0.5, optim="sgd", max_grad_norm=0.5,
         logging_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="epoch",
         save_only_model=False, lr_scheduler_type="constant_with_warmup", warmup_steps=2, seed=3,
-        label_smoothing_factor=smoothing,
+        label_smoothing_factor=smoothing, include_num_input_tokens_seen="all",
     )  # fmt: skip
     seen = Norms()
     made = meshplan.trainer(base) if name else base
@@ -250,6 +251,8 @@ def _run(
     return {
         "losses": seen.losses, "norms": seen.norms, "eval_loss": eval_loss,
         "predicted": torch.as_tensor(predicted), "step": runner.state.global_step,
+        "flops": runner.state.total_flos, "tokens": runner.state.num_input_tokens_seen,
+        "accumulate": applied(runner.model_wrapped).plan.accumulate if name else accumulate,
     }  # fmt: skip
 
 
