@@ -23,6 +23,7 @@ from meshplan.cost.profile import without
 from meshplan.cost.simulate import simulate
 from meshplan.errors import PlanError
 from meshplan.layout.schedules import SCHEDULES
+from meshplan.planner.lock.lock import overrides
 from meshplan.planner.problem.request import cluster_of
 from meshplan.planner.tables import whole_plan
 from meshplan.planner.tables.whole_plan import Costed
@@ -48,6 +49,14 @@ STATED = {
     "ZBV": (piped("ZBVZeroBubble"), "the schedule ZBVZeroBubble"),
     "DualPipeV": (piped("DualPipeV"), "the schedule DualPipeV"),
     "breadth first": (piped("LoopedBFS", virtual=2), "the schedule LoopedBFS"),
+    "stages a rank": (
+        piped(
+            "Interleaved1F1B",
+            virtual=2,
+            split=[[f"model.layers.{first}"] for first in (0, 3, 5, 7, 9, 11, 13, 15)],
+        ),
+        "stated stages of which a rank has several",
+    ),
     "accumulation": (
         {**piped("1F1B"), "batch": {"micro": 8, "accumulate": 2, "seq_len": 256}},
         "gradient accumulation around a pipeline",
@@ -128,6 +137,27 @@ def test_what_is_left_open_needs_a_search(name, write):
     with pytest.raises(PlanError) as error:
         search_plan(write({**fields, "strategy": "auto"}))
     assert "priced as it stands" in error.value.problems[0].fix
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"mesh": "auto", "strategy": "auto"}, id="everything"),
+        pytest.param({"mesh": {"pp": 2, "dp_shard": 4}, "strategy": "zero1",
+                      "pipeline": {"schedule": "Interleaved1F1B", "virtual": 3}}, id="stages"),
+        pytest.param({"mesh": {"dp_shard": 4, "tp": 2}, "strategy": "auto"}, id="tp"),
+        pytest.param({"mesh": {"dp_replicate": 2, "dp_shard": 4}}, id="hybrid"),
+    ],
+)  # fmt: skip
+def test_a_choice_written_as_a_plan_is_priced_as_it_was_chosen(fields, write):
+    """So are the alternatives: nothing that `plan` proposes may be refused once it is typed in."""
+    batch = {"global": 64, "micro": "auto", "seq_len": 2048}
+    path = write({**fields, "batch": batch, "activation_checkpointing": "auto"})
+    decision = search_plan(path)
+    for each in (decision.chosen, *decision.alternatives):
+        again = search_plan(path, overrides(each.stated)).chosen
+        assert again.seconds == pytest.approx(each.seconds, rel=1e-9)
+        assert again.memory.worst.band == each.memory.worst.band
 
 
 def test_what_a_stated_plan_leaves_out_has_its_default(write):

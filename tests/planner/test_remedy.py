@@ -161,7 +161,7 @@ def test_a_trouble_on_paper():
     trouble = Trouble(conflict=(statement,), is_least=True, is_hopeless=False, why="",
                       remedies=(), is_whole=True)  # fmt: skip
     assert trouble_to_text(trouble) == [
-        "even with all other settings open, no plan with this one fits; drop it and a plan fits",
+        "with every other setting open, no plan with this one fits; leave it open as well, and a plan",
         "  batch.micro: 8",
         "",
         "no single change that helps was found",

@@ -9,6 +9,7 @@ from typing import Final
 from meshplan.assign.base.cascade import Cascade
 from meshplan.errors import PlanError, Problem
 from meshplan.model.graph import ModelGraph, is_inside
+from meshplan.planner.space.schedule import stated_virtual
 from meshplan.spec.spec import Spec
 
 LAST: Final = -1
@@ -22,18 +23,21 @@ class FixedStages:
     Args:
         by_block: {fqn of a fixed block: its stage, or `LAST` for the last stage}.
         num: Number of stages; None if the plan does not state it.
+        virtual: Number of stages of each rank along pp.
     """
 
     by_block: Mapping[str, int]
     num: int | None = None
+    virtual: int = 1
 
-    def can_cut(self, blocks: Sequence[str], stages: int) -> bool:
-        """Return True if the fixed stages allow a cut into this many stages, each with a block.
+    def can_cut(self, blocks: Sequence[str], ranks: int) -> bool:
+        """Return True if the fixed stages allow a cut for so many ranks, each stage with a block.
 
         Args:
             blocks: Fqns of the model's blocks, in order.
-            stages: Number of stages.
+            ranks: Number of ranks along pp.
         """
+        stages = ranks * self.virtual
         if self.num not in (None, stages):
             return False
         reached = {0}  # Stages that the current block may be in.
@@ -87,7 +91,7 @@ def fixed_stages_of(spec: Spec, graph: ModelGraph) -> FixedStages:
             problems.append(Problem(what, spec.origin("rules"), fix))
     if problems:
         raise PlanError(problems)
-    return FixedStages(pins, num)
+    return FixedStages(pins, num, stated_virtual(spec) or 1)
 
 
 def _stated(spec: Spec, graph: ModelGraph) -> Iterator[tuple[str, int, str]]:

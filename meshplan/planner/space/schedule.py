@@ -63,7 +63,7 @@ def schedules_of(
     left = tuple(SCHEDULE_WORDS.index(word) for word in words if word not in out)
     if not left:
         what = f"the planner cannot plan {out[0]}: {keeps_from_rounds or halves}"
-        fix = "say schedule: 1F1B, or state all that is left open"
+        fix = f"say schedule: 1F1B, or {AS_STATED}"
         raise PlanError(Problem(what, spec.origin("pipeline.schedule"), fix))
     reasons = dict.fromkeys(out, keeps_from_rounds or halves)
     if not is_stated and max(pipelines, default=1) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from meshplan.assign.base.cascade import Cascade
 from meshplan.cost.config import mode_of, offload_of, stage_of
 from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, PARAMS_ON_HOST
 from meshplan.cost.pipeline import CLOSED_FORMS
@@ -82,11 +83,19 @@ def unsearched(plan: Plan) -> Iterator[Problem]:
         (stages is not None and plan.accumulate > 1, "gradient accumulation around a pipeline"),
         (stages is not None and stages.schedule not in CLOSED_FORMS,
          f"the schedule {stages.schedule}" if stages is not None else ""),
-        (stages is not None and stages.virtual > 1 and is_uneven(plan),
-         "stages of one rank that differ by more than one block"),
+        (stages is not None and stages.virtual > 1 and _states_stages(plan),
+         "stated stages of which a rank has several"),
     ):  # fmt: skip
         if is_present:
             yield Problem(f"the planner does not search plans with {what}", plan.spec.origin(""))
+
+
+def _states_stages(plan: Plan) -> bool:
+    """Return True if a plan states the stages of blocks, by `pipeline.split` or by rules."""
+    spec, blocks = plan.spec, plan.graph.blocks()
+    named = {fqn for fqn, _ in Cascade(spec, plan.graph).modules_with("stage")}
+    is_split = spec.pipeline is not None and isinstance(spec.pipeline.split, tuple)
+    return is_split or not named.isdisjoint(blocks)
 
 
 def has_unlike_units(plan: Plan) -> bool:

@@ -95,7 +95,9 @@ def _statements(same: Sequence[OtherLayout], chosen: Evaluated) -> Iterator[str]
     a = evaluated.plan.assignment
     mesh = {axis.name: axis.size for axis in (*a.mesh, *a.mesh.loans)}
     yield f"mesh: {flow(evaluated.stated.get('mesh', mesh))}"
-    yield f"strategy: {a.strategy.name}"
+    # A mesh without a data axis needs no strategy, and a plan that states one is refused.
+    if (strategy := evaluated.stated.get("strategy", a.strategy.name)) is not None:
+        yield f"strategy: {strategy}"
     yield from other_lines(evaluated, chosen, ("mesh", "strategy"))
 
 

@@ -55,16 +55,14 @@ def conflict_to_text(trouble: Trouble) -> list[str]:
             what = f"{ended(trouble)} before the conflicting settings were found"
             return [what, *why]
         return [*wrapped(_HOPELESS, indent=2), *why]
+    many = len(trouble.conflict) > 1
     title = (
-        "even with all other settings open, no plan with these fits; drop any one and a plan fits"
+        f"with every other setting open, no plan with {'these' if many else 'this one'} fits; "
+        f"leave {'any of them' if many else 'it'} open as well, and a plan fits"
     )
-    if len(trouble.conflict) == 1:
-        title = (
-            "even with all other settings open, no plan with this one fits; drop it and a plan fits"
-        )
     if not trouble.is_least:
         title = f"some of these settings conflict; {ended(trouble)} before it was clear which"
-    return [title, *(f"  {each}" for each in trouble.conflict), *why]
+    return [*wrapped(title, indent=2), *(f"  {each}" for each in trouble.conflict), *why]
 
 
 def ended(trouble: Trouble) -> str:
