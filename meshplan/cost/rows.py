@@ -89,8 +89,16 @@ def compute_seconds(tally: Tally, samples: Array | float, profile: Profile) -> A
     attention = tally.attention_flops / profile.attention_efficiency
     flops = samples * (others + attention) / profile.peak_flops
     read = (samples * tally.product_bytes + tally.weight_bytes) / profile.memory_bytes_per_s
+    return np.asarray(np.maximum(flops, read) + traffic_seconds(tally, samples, profile))
+
+
+def traffic_seconds(tally: Tally, samples: Array | float, profile: Profile) -> Array:
+    """Return the part of `compute_seconds` that is not spent on products.
+
+    It is the memory traffic of the other operations, and what every kernel takes whatever its size.
+    """
     moved = samples * tally.moved_bytes / profile.memory_bytes_per_s
-    return np.asarray(tally.kernels * profile.kernel_s + np.maximum(flops, read) + moved)
+    return np.asarray(tally.kernels * profile.kernel_s + moved)
 
 
 class Rows:

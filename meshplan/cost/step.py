@@ -36,7 +36,7 @@ from meshplan.cost.grid import (
 )
 from meshplan.cost.host import has_params_on_host
 from meshplan.cost.profile import Profile
-from meshplan.cost.rows import Array, Rows, UnitPart, widths_of
+from meshplan.cost.rows import Array, Rows, UnitPart, traffic_seconds, widths_of
 from meshplan.cost.shares import trained
 from meshplan.cost.types import BlockKind
 from meshplan.layout.mesh import AXES
@@ -62,10 +62,14 @@ class Terms:
         update_s: [configurations], for the optimizer step and a gather of parameters after it.
         compute_s: [configurations], for forward and backward of a microbatch, without communication
             and recomputation.
+        traffic_s: [configurations], the part of `compute_s` that is not spent on products.
         exposed_tp_s: [configurations], for the communication of tp, ep and cp in forward and
             backward of a microbatch, without recomputation.
         host_s: [configurations], per microbatch, for the optimizer step on the host and for waits
             for copies. These seconds are included in `seconds`.
+        launch_s: [configurations], by which the host process takes longer to launch the kernels of
+            forward and backward of a microbatch than the device takes to run them, without
+            recomputation.
     """
 
     seconds: Array
@@ -74,8 +78,10 @@ class Terms:
     ends_s: Array
     update_s: Array
     compute_s: Array
+    traffic_s: Array
     exposed_tp_s: Array
     host_s: Array
+    launch_s: Array
 
 
 def hidden(
@@ -143,7 +149,7 @@ def terms(
     keys = np.where(rows.gathers_kv, keys, exchanged)
     # Backward scatters the gradients of the keys and values that forward gathers.
     scatters = np.where(rows.gathers_kv, profile.reduce_scatter_factor, 1.0)
-    host = rows.launch
+    host, traffic = rows.launch, partial(traffic_seconds, samples=rows.samples, profile=profile)
     # The host process launches kernels ahead of the device, so the slower one sets the pace.
     forward = np.maximum(forward_c + forward_t + keys, host(kind.forward, kind.sent_forward))
     gathered, reduced, summed, whole = rows.data(kind, parts)
@@ -204,6 +210,12 @@ def terms(
         ends_s=ends_s,
         update_s=update,
         compute_s=forward_c + backward_c,
+        traffic_s=traffic(kind.forward) + traffic(kind.backward),
         exposed_tp_s=forward_t + backward_t + (1 + scatters) * keys,
         host_s=exposed_s + np.where(has_params_on_host(grid), update / rows.microbatches, 0.0),
+        launch_s=forward
+        - (forward_c + forward_t + keys)
+        + np.maximum(
+            host(kind.backward, kind.sent_backward) - (backward_c + backward_t + keys * scatters), 0
+        ),
     )

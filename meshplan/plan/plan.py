@@ -110,6 +110,16 @@ class Plan:
         """Number of parts of one step's batch: ranks with different tokens x microbatches."""
         return self.mesh.size(*GRADIENT_AXES) * self.num_microbatches
 
+    @property
+    def assumed_precision(self) -> str:
+        """The precision in words, if the plan states none and computes in float32; else ""."""
+        is_stated = "precision" in self.spec.origins or any(r.precision for r in self.spec.rules)
+        tensors = self.assignment.tensors.values()
+        computed = {p.compute_dtype for p in tensors if not p.info.is_buffer}
+        if is_stated or computed != {"float32"}:
+            return ""
+        return "32-true, the default: everything is computed in float32"
+
     def draw(self, what: str, **options: Any) -> Picture:
         """Return a picture of the plan; for the arguments see `pictures.main.draw`."""
         picture: Picture = view("draw")(self, what, **options)

@@ -11,11 +11,12 @@ import pytest
 from meshplan.api.planning import explain, search_plan
 from meshplan.cli.app import main
 from meshplan.errors import PlanError
-from meshplan.planner.answers.explain import Shares, _missing
+from meshplan.planner.answers.explain import _missing
 from meshplan.planner.objectives.fastest import fastest_of
 from meshplan.planner.objectives.search_plans import search_plans
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import request_of_file
+from meshplan.planner.solve.shares import Shares
 from meshplan.render.plans.explain import verdict
 from tests.bench.planned_models import MODELS
 from tests.planner.test_planner import LARGE, LLAMA, PLAN, job
@@ -45,6 +46,8 @@ def test_shares_add_up_to_the_step(job):
     answer = ask(job(), "mesh.tp=2")
     assert sum(dataclasses.astuple(answer.shares)) == pytest.approx(answer.seconds)
     assert sum(dataclasses.astuple(answer.plan_shares)) == pytest.approx(answer.plan.seconds)
+    assert min(dataclasses.astuple(answer.shares)) > -1e-12
+    assert answer.shares.update > 0
     assert answer.shares.tensor_parallel > 0
     assert answer.plan_shares.tensor_parallel == 0
     again = ask(job(), "activation_checkpointing=full")
@@ -140,6 +143,20 @@ def test_json_and_text(job, capsys):
     assert sum(a["is_planned"] for a in answers) == 1
     assert main(["explain", "why-not", "mesh.tp=2", "-f", str(job()), "-q"]) == 0
     assert capsys.readouterr().out.startswith("mesh.tp=2: +")
+
+
+def test_launches_are_not_called_communication(job):
+    """Many small microbatches wait for the host, however fast the network is."""
+    asked = []
+    for intra in ("900GB/s", "90000GB/s"):
+        hardware = PLAN["hardware"] | {"intra": intra}
+        batch = {"global": 512, "seq_len": 64}
+        path = job(mesh={"dp_shard": 8}, hardware=hardware, batch=batch)
+        asked.append(ask(path, "batch.micro=1"))
+    slow, fast = asked
+    assert slow.shares.launch == pytest.approx(fast.shares.launch)
+    assert fast.shares.launch > 10 * fast.shares.data
+    assert "kernels that the host launches too slowly" in verdict(fast)
 
 
 def test_a_verdict_names_what_grew_most(job):

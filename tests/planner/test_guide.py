@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from meshplan.planner.answers.explain import Shares, WhyNot
+from meshplan.planner.answers.explain import WhyNot
+from meshplan.planner.solve.shares import Shares
 from tests.bench.planned_models import LIVE, MODELS, write_plan
 from tests.bench.plans_table import CASES, PUBLISHED, _picked
 from tests.bench.strategy_guide import MACHINES, SIZES, Rule, _compared, _row

@@ -161,7 +161,8 @@ def test_a_trouble_on_paper():
     trouble = Trouble(conflict=(statement,), is_least=True, is_hopeless=False, why="",
                       remedies=(), is_whole=True)  # fmt: skip
     assert trouble_to_text(trouble) == [
-        "with every other setting open, no plan with this one fits; leave it open as well, and a plan",
+        "with every other setting open, no plan with this one fits; leave it open as well, and a "
+        "plan fits",
         "  batch.micro: 8",
         "",
         "no single change that helps was found",

@@ -123,12 +123,13 @@ def assemble_figures(
     # Rules reproduce certain versions of torch, so say if another one is installed. A trace runs
     # the installed version.
     why = unlike(installed()) if tier == Tier.REPLAY else ""
+    of_plan = plan.assumed_precision
     estimate = MemoryEstimate(
         groups=tuple(found),
         tier=tier,
         certified=f"{certified}; {why}" if why else certified,
         limit_bytes=limit_bytes,
-        assumed=assumed,
+        assumed=(*assumed, *([("precision", of_plan)] if of_plan else [])),
         bound=BOUND if plan.assignment.compiled else "",
         notes=tuple(notes),
         host=host_of(hardware, found),

@@ -38,6 +38,7 @@ from meshplan.planner.objectives.priced import is_priced, price
 from meshplan.planner.problem.decision import Decision, Evaluated, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate, ConfigSolver
+from meshplan.planner.solve.shares import Shares, shares_of
 from meshplan.planner.space.space import EmptySpaceError, Freedom, UnsearchedError
 from meshplan.planner.tables.cost_table import memory_bounds
 from meshplan.shown import shown
@@ -45,34 +46,14 @@ from meshplan.shown import shown
 _MOST_SIZES: Final = 8
 """Most microbatch sizes that `why batch.micro` compares: those nearest to the plan's size."""
 
-
-@shown
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """The parts of a step's time, in seconds.
-
-    Attributes:
-        compute: The model's operations, without communication and recomputation.
-        recompute: Recomputation in backward.
-        tensor_parallel: Exposed communication of tp, ep and cp.
-        data: Exposed communication of data ranks, and the optimizer.
-        pipeline: Pipeline bubbles, and waiting between stages.
-        host: The optimizer on the host, and waiting for copies to and from the host.
-    """
-
-    compute: float
-    recompute: float
-    tensor_parallel: float
-    data: float
-    pipeline: float
-    host: float = 0.0
-
-
 NAMES: Final[Mapping[str, str]] = {
-    "compute": "less efficient kernels",
+    "compute": "slower matrix products",
+    "traffic": "more memory traffic",
     "recompute": "recomputation",
     "tensor_parallel": "exposed communication",
     "data": "exposed gathers and reductions",
+    "launch": "kernels that the host launches too slowly",
+    "update": "the optimizer's step",
     "pipeline": "pipeline bubbles",
     "host": "the optimizer on the host, and waits for copies",
 }
@@ -310,8 +291,10 @@ class Asker:
             seconds=evaluated.seconds if evaluated is not None else None,
             evaluated=evaluated,
             plan=plan,
-            shares=_shares(problem, candidate) if candidate else None,
-            plan_shares=_shares(self._problem, plan.candidate) if plan and plan.candidate else None,
+            shares=shares_of(problem.table, candidate) if candidate else None,
+            plan_shares=(
+                shares_of(self._problem.table, plan.candidate) if plan and plan.candidate else None
+            ),
             missing_bytes=_missing(problem) if evaluated is None and is_whole else None,
             is_whole=base.is_whole and is_whole,
             objective=self._request.objective,
@@ -368,28 +351,3 @@ def _missing(problem: PlanningProblem) -> int | None:
         if isinstance(evaluated, Evaluated):
             least = min(least, evaluated.memory.worst.band[1])
     return int(least) - problem.request.limit_bytes if least < float("inf") else None
-
-
-def _shares(problem: PlanningProblem, candidate: Candidate) -> Shares:
-    """Return the parts of a candidate's step time."""
-    table = problem.table
-    at, row = candidate.row, table.grid[candidate.row]
-    option_counts = np.sum([np.array(stage) for stage in candidate.option_counts], axis=0)
-    count = option_counts.sum(axis=1)
-    compute, tensor = float(table.compute_s[at] @ count), float(table.tensor_s[at] @ count)
-    taken = option_counts > 0
-    recompute = float((option_counts * table.recompute_s[at])[taken].sum())
-    whole = float((option_counts[taken] * table.seconds[at][taken]).sum())
-    stages = int(row["pp"])
-    per_rank = int(row["microbatches"]) / stages
-    host = float(table.host_s[at] @ count)
-    data = whole - compute - recompute - tensor - host
-    pipeline = candidate.seconds - whole * per_rank
-    return Shares(
-        compute=compute * per_rank,
-        recompute=recompute * per_rank,
-        tensor_parallel=tensor * per_rank,
-        data=data * per_rank,
-        pipeline=pipeline,
-        host=host * per_rank,
-    )

@@ -238,5 +238,6 @@ def settings_of(free: Freedom, path: str) -> Iterator[str]:
     elif path in ("reshard_after_forward", "sequence_parallel", "loss_parallel"):
         yield from (f"{path}=true", f"{path}=false")
     else:
-        what = f"{path} is kept as the plan states it, so there are no other values to compare"
+        what = f"{path} is kept as the plan states it, or as its default is, so there are no other "
+        what += "values to compare"
         raise SpecError(Problem(what, Origin(path), f"ask why-not {path}=VALUE"))

@@ -27,6 +27,7 @@ from meshplan.planner.solve.config import Candidate
 from meshplan.planner.solve.deadline import Deadline
 from meshplan.planner.solve.result import ReplayedMemory, SearchResult
 from meshplan.planner.solve.search import search
+from meshplan.planner.solve.shares import shares_of
 from meshplan.planner.space.space import Rejected
 from meshplan.planner.tables.cost_table import CostTable, memory_bounds, time_bounds
 from meshplan.units import format_step
@@ -168,6 +169,7 @@ def _ladder(problem: PlanningProblem, table: CostTable, best: Candidate) -> Ladd
         no_network_s=no_network.best.seconds,
         no_memory_limit_s=no_limit.best.seconds,
         plan_s=best.seconds,
+        shares=shares_of(table, best),
     )
 
 

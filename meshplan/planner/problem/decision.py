@@ -15,6 +15,7 @@ from meshplan.model.graph import ModelGraph
 from meshplan.plan.plan import Plan
 from meshplan.planner.problem.live_model import Priced, Traced
 from meshplan.planner.solve.config import Candidate
+from meshplan.planner.solve.shares import Shares
 from meshplan.planner.space.space import Rejected
 from meshplan.shown import shown
 from meshplan.spec.spec import Spec
@@ -123,12 +124,14 @@ class Ladder:
         no_network_s: Seconds of the best plan if communication took no time.
         no_memory_limit_s: Seconds of the best plan if devices had unlimited memory.
         plan_s: Seconds of the fastest plan that fits.
+        shares: The parts of `plan_s`; None if they are not known.
     """
 
     roofline_s: float
     no_network_s: float
     no_memory_limit_s: float
     plan_s: float
+    shares: Shares | None = None
 
 
 class Sensitivity(NamedTuple):

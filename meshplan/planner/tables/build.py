@@ -12,7 +12,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, OPTIONS, RECOMPUTE, cuts_of
+from meshplan.cost.grid import (
+    ACTIVATIONS_ON_HOST,
+    MODES,
+    OPTIONS,
+    RECOMPUTE,
+    cuts_of,
+)
+from meshplan.cost.host import has_params_on_host
 from meshplan.cost.pipeline import crossing_seconds, sending_seconds
 from meshplan.cost.profile import Profile
 from meshplan.cost.rows import widths_of
@@ -89,7 +96,9 @@ def cost_table_of(
     chains, left = _aligned(distinct, pins)
     first = next(iter(chains.values()))
     shape = (len(grid), len(first.kinds), len(OPTIONS))
-    compute, tensor, host, unreduced_grad_bytes = (np.zeros(shape[:2]) for _ in range(4))
+    compute, traffic, tensor, host, launch, update, unreduced_grad_bytes = (
+        np.zeros(shape[:2]) for _ in range(7)
+    )
     repeated = np.zeros(shape)
     seconds, saved, resident = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
     last_stage_extra_bytes, sent, step_floor_bytes, crossing, reduction_floor_bytes = (
@@ -132,7 +141,10 @@ def cost_table_of(
                 offered = offered & (_FULL[None] | ~waits[:, None])
             seconds[rows, number] = np.where(offered, found.seconds, np.inf)
             compute[rows, number], tensor[rows, number] = found.compute_s, found.exposed_tp_s
-            host[rows, number] = found.host_s
+            traffic[rows, number] = found.traffic_s
+            host[rows, number], launch[rows, number] = found.host_s, found.launch_s
+            on_device = np.where(has_params_on_host(part), 0.0, found.update_s)
+            update[rows, number] = on_device / part["microbatches"]
             there = np.where(np.isfinite(found.seconds), found.seconds, 0.0)
             repeated[rows, number] = there - there[:, _ONCE]
             saved[rows, number] = saved_bytes(part, kind)
@@ -205,9 +217,12 @@ def cost_table_of(
         reduction_floor_bytes=reduction_floor_bytes,
         once_s=sending_seconds(grid, compute @ counts, crossing),
         compute_s=compute,
+        traffic_s=traffic,
         tensor_s=tensor,
         recompute_s=repeated,
         host_s=host,
+        launch_s=launch,
+        update_s=update,
     )
 
 

@@ -70,10 +70,14 @@ class CostTable:
             may begin with any block.
         compute_s: [configs, kinds] part of `seconds` for the model's operations, without
             communication and recomputation.
+        traffic_s: [configs, kinds] part of `compute_s` that is not spent on products.
         tensor_s: [configs, kinds] part of `seconds` for communication of tp, ep and cp.
         recompute_s: [configs, kinds, options] part of `seconds` for recomputation.
         host_s: [configs, kinds] part of `seconds` for an optimizer on the host, and for waiting for
             copies to and from the host.
+        launch_s: [configs, kinds] part of `seconds` for waiting until the host has launched a
+            kernel.
+        update_s: [configs, kinds] part of `seconds` for an optimizer on the device.
     """
 
     grid: NDArray[np.void]
@@ -95,9 +99,12 @@ class CostTable:
     stages: tuple[int | None, ...] = ()
     starts: tuple[bool, ...] = ()
     compute_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
+    traffic_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     tensor_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     recompute_s: Floats = field(default_factory=lambda: np.zeros((0, 0, 0)))
     host_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
+    launch_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
+    update_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
 
     @cached_property
     def counts(self) -> Counts:

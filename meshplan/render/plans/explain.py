@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Final
 
 from meshplan.planner.answers.explain import NAMES, WhyNot
@@ -10,6 +9,7 @@ from meshplan.planner.objectives.simplify import SLACK
 from meshplan.planner.problem.decision import Evaluated
 from meshplan.render.base.statements import flow, plan_lines
 from meshplan.render.base.text import wrapped
+from meshplan.render.plans.plan import shares_to_json
 from meshplan.units import format_bytes, format_gib, format_step
 
 _SAME: Final = 5e-4
@@ -19,10 +19,6 @@ _TAKEN: Final = "; the fastest plan takes {:.1%} less time but is less simple"
 
 def why_not_to_json(answer: WhyNot) -> dict[str, Any]:
     """Return the `result` of schema explain/1."""
-
-    def shares(of: Any) -> dict[str, float] | None:
-        return None if of is None else {f"{k}_s": v for k, v in dataclasses.asdict(of).items()}
-
     return {
         "setting": answer.setting,
         "step_s": answer.seconds,
@@ -38,8 +34,8 @@ def why_not_to_json(answer: WhyNot) -> dict[str, Any]:
         "why": answer.why,
         "verdict": verdict(answer),
         "chosen": dict(answer.evaluated.stated) if answer.evaluated else None,
-        "shares": shares(answer.shares),
-        "plan_shares": shares(answer.plan_shares),
+        "shares": shares_to_json(answer.shares),
+        "plan_shares": shares_to_json(answer.plan_shares),
     }
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from meshplan.cost.profile import Profile, runs_of
 from meshplan.memory.answer.estimate import left_in_words
 from meshplan.planner.answers.written import Written
 from meshplan.planner.objectives.simplify import SLACK
-from meshplan.planner.problem.decision import Decision, Evaluated
+from meshplan.planner.problem.decision import Decision, Evaluated, Ladder
 from meshplan.planner.solve.search import TOLERANCE
+from meshplan.planner.solve.shares import Shares
 from meshplan.planner.space.space import EmptySpaceError, Rejected
 from meshplan.render.base.statements import flow, plan_lines, settings_in_words
 from meshplan.render.base.text import columns, packed, paint, wrapped
@@ -21,6 +23,11 @@ from meshplan.render.plans.robust import robustness_to_json, robustness_to_text
 from meshplan.units import format_gib, format_step
 
 _MOST_REJECTED = 12
+
+
+def shares_to_json(shares: Shares | None) -> dict[str, float] | None:
+    """Return the seconds of each part of a step, such as `compute_s`; None if not known."""
+    return None if shares is None else {f"{k}_s": v for k, v in asdict(shares).items()}
 
 
 def decision_to_json(decision: Decision) -> dict[str, Any]:
@@ -45,6 +52,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
             "no_network_s": ladder.no_network_s,
             "no_memory_limit_s": ladder.no_memory_limit_s,
             "plan_s": ladder.plan_s,
+            "shares": shares_to_json(ladder.shares),
         },
         "chosen": dict(chosen.stated) if chosen else None,
         "alternatives": [
@@ -259,6 +267,9 @@ def _speed(decision: Decision, chosen: Evaluated) -> list[str]:
     if profile.assumed_network:
         text = f"        assumed: {profile.assumed_network}; if yours differs, state hardware.inter"
         lines += wrapped(text, 8)
+    if precision := chosen.plan.assumed_precision:
+        asked = "`explain why-not precision=bf16-mixed` compares another one"
+        lines += wrapped(f"        assumed: precision {precision}; {asked}", 8)
     if note := profile.eager_note(chosen.plan.spec):
         lines += wrapped(f"        {note}", 8)
     return lines
@@ -337,6 +348,22 @@ def _least(decision: Decision) -> list[str]:
     return [f"        the least found; lower bound of all configurations: {decision.gap:.1%} less"]
 
 
+_PARTS: Final = {
+    "compute": "matrix products",
+    "traffic": "memory traffic of other operations",
+    "recompute": "recomputation",
+    "tensor_parallel": "exposed communication of tp, ep and cp",
+    "data": "exposed gathers and reductions",
+    "pipeline": "pipeline bubbles",
+    "launch": "waits for the host to launch kernels",
+    "update": "the optimizer",
+    "host": "the optimizer on the host and waits for copies",
+}
+"""{part of a step's time, an attribute of `Shares`: words for it}."""
+_LEAST_PART: Final = 0.02
+"""Share of a step below which a part of it is not printed."""
+
+
 def _ladder(decision: Decision) -> list[str]:
     ladder = decision.ladder
     if ladder is None:
@@ -350,12 +377,22 @@ def _ladder(decision: Decision) -> list[str]:
         f"        {format_step(ladder.plan_s)} for the fastest of {decision.num_configs:,} "
         f"configurations, each with {decision.num_options} options per block"
         + ("" if decision.is_whole else " so far"),
+        *_spent(ladder),
         *(
             [f"        proved: no plan is more than {decision.gap:.2%} faster than that"]
             if decision.is_whole
             else []
         ),
     ]
+
+
+def _spent(ladder: Ladder) -> list[str]:
+    """Return a line on the largest parts of the fastest plan's step; [] if they are not known."""
+    if ladder.shares is None:
+        return []
+    parts = {words: getattr(ladder.shares, name) / ladder.plan_s for name, words in _PARTS.items()}
+    large = sorted(((part, words) for words, part in parts.items() if part >= _LEAST_PART))[::-1]
+    return wrapped("        of it " + ", ".join(f"{part:.0%} {words}" for part, words in large), 14)
 
 
 def _unproved(decision: Decision) -> list[str]:
