@@ -132,6 +132,30 @@ def test_what_both_can_say_comes_back(tmp_path, tool):
     assert sum(seen) >= 5, "too few of the drawn plans can be said at all"
 
 
+@pytest.mark.parametrize("tool", ["torchtitan", "megatron", "hf"])
+@pytest.mark.parametrize(
+    "batch", [{"micro": 1, "accumulate": 4}, {"micro": 1, "global": 32},
+              {"micro": 1, "accumulate": 4, "global": 32}],
+)  # fmt: skip
+def test_two_batch_sizes_imply_the_third(tool, batch):
+    """Torchtitan and Megatron have no key for the accumulation, the Trainer none for all ranks."""
+    spec = load_spec({"version": 1, "strategy": "ddp", "batch": batch,
+                      "hardware": {"nodes": 1, "gpus_per_node": 8}})  # fmt: skip
+    exported = export_spec(spec, tool, TOOLS)
+    assert not exported.is_decisive
+    assert not [each for each, _ in exported.unsaid if each.startswith("batch.")]
+    sizes = {"torchtitan": "global_batch_size=32", "megatron": "--global-batch-size 32",
+             "hf": '"gradient_accumulation_steps": 4'}  # fmt: skip
+    assert sizes[tool] in exported.text
+
+
+def test_what_is_said_in_other_words_is_not_called_unsaid():
+    spec = load_spec({"version": 1, "strategy": "full_shard", "activation_checkpointing": "full"})
+    exported = export_spec(spec, "torchtitan", TOOLS)
+    assert "FullAC" in exported.text
+    assert "activation_checkpointing" not in str(exported.unsaid)
+
+
 def test_a_plan_that_a_tool_cannot_train_is_no_file(tmp_path, capsys):
     path = tmp_path / "plan.yaml"
     plan = {"version": 1, "strategy": "hybrid_shard", "mesh": {"dp_replicate": 2, "dp_shard": 4}}

@@ -61,8 +61,10 @@ def export_spec(spec: Spec, to: str, tools: Mapping[str, ConfigTool]) -> Exporte
         split_microbatches(facts)
     stated = dict(facts)
     whys = dict(tool.unsettle(facts) or {})
+    translated = stated.keys() - facts.keys() - whys.keys()
     tree: dict[str, Any] = {}
-    said = _write(tool, facts, tree)
+    said = _write(tool, facts, tree) | translated
+    _imply_batch(stated, said)
     if "strategy" not in whys:
         _imply_data_axis(stated, said)
     unsaid = {name: value for name, value in stated.items() if name not in said}
@@ -111,6 +113,13 @@ def put_path(tree: dict[str, Any], path: str, value: Any) -> None:
     for part in parents:
         tree = tree.setdefault(part, {})
     tree[last] = value
+
+
+def _imply_batch(facts: Facts, said: set[str]) -> None:
+    """Count the third of three batch sizes as said: two of them imply it."""
+    sizes = {"batch.micro", "batch.accumulate", "batch.global"}
+    if len(sizes & said) == 2 and all(isinstance(facts.get(each), int) for each in sizes):
+        said.update(sizes)
 
 
 def _imply_data_axis(facts: Facts, said: set[str]) -> None:

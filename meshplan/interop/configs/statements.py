@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from meshplan.errors import Origin, Problem
 from meshplan.layout.mesh import AXES, DATA_AXES
+from meshplan.spec.contradictions import split_batch
 from meshplan.spec.spec import DTYPE_WORDS, PRECISION_WORDS, Borrow, Rule, Spec
 from meshplan.spec.strategies import STRATEGIES, resolve_mesh
 
@@ -353,6 +354,12 @@ def facts_of(spec: Spec) -> Facts:
     facts |= _memory_facts(spec)
     batch = {"global": spec.batch.global_, "micro": spec.batch.micro,
              "accumulate": spec.batch.accumulate, "seq_len": spec.batch.seq_len}  # fmt: skip
+    sizes = (batch["global"], batch["micro"], batch["accumulate"])
+    if "world_size" in facts and None in sizes and sum(isinstance(n, int) for n in sizes) == 2:
+        ranks = math.prod(facts.get(f"mesh.{axis}", 1) for axis in DATA_AXES)
+        accumulate, micro, _ = split_batch(spec, ranks)
+        batch |= {"micro": micro, "accumulate": accumulate}
+        batch["global"] = (micro or 0) * accumulate * ranks
     facts |= {f"batch.{key}": value for key, value in batch.items() if value is not None}
     if spec.pipeline is not None and facts.get("mesh.pp", 1) > 1:
         facts["pipeline.schedule"] = spec.pipeline.schedule
