@@ -190,7 +190,7 @@ def _tried(checked: CheckResult, source: Source) -> CheckResult:
     problem, untried = try_entry(*entry, decided)
     if problem is not None:
         return replace(checked, plan=None, problems=(problem,))
-    notes = (f"the forward was not run: {untried}",) if untried else ()
+    notes = (f"the forward under the plan was not checked: {untried}",) if untried else ()
     return replace(checked, notes=(*checked.notes, *notes))
 
 

@@ -27,6 +27,7 @@ from meshplan.runtime.torch_private.modes import built_on
 from meshplan.runtime.trace.entry import model_of_entry
 from meshplan.runtime.trace.sample import TOKENS, call, check_size, sample_inputs
 from meshplan.runtime.trace.structure import graph_of
+from meshplan.runtime.trace.trace_errors import alone_problem
 from meshplan.spec.match import compile_selector
 from meshplan.spec.spec import AUTO, Batch, Borrow, Rule, Spec
 from meshplan.spec.strategies import resolve_mesh
@@ -378,17 +379,22 @@ def _small_source(
             candidates.append((source, []))
     reasons: list[str] = []
     for candidate, notes in candidates:
-        model, problem = _try(candidate, spec)
+        model, why = _try(candidate, spec)
         if model is not None:
             return candidate, model, notes
-        reasons.append(problem)
+        if isinstance(why, Problem) and candidate is candidates[-1][0]:
+            raise SpecError(why)  # It is the user's own model that fails, not a smaller one.
+        reasons.append(why.what if isinstance(why, Problem) else why)
     what = f"no small model could be built: {'; then '.join(dict.fromkeys(reasons))}"
     fix = "name a function that builds a small model of the same structure: --model pkg.mod:fn"
     raise SpecError(Problem(what, source.origin, fix))
 
 
-def _try(source: ModelSource, spec: Spec) -> tuple[nn.Module | None, str]:
-    """Return (model, "") if it is small enough and its forward runs, else (None, the reason)."""
+def _try(source: ModelSource, spec: Spec) -> tuple[nn.Module | None, str | Problem]:
+    """Return (model, "") if it is small enough and its forward runs, else (None, the reason).
+
+    The reason is a problem if the forward fails.
+    """
     try:
         on_meta = model_of_source(source, on_meta=True)
         size = num_bytes(on_meta)
@@ -397,12 +403,16 @@ def _try(source: ModelSource, spec: Spec) -> tuple[nn.Module | None, str]:
         if source.is_built_on_meta:
             return on_meta, ""
         model = model_of_source(source)
-        with torch.no_grad():
-            call(model, sample_inputs(model, spec, _SMALL, 0))
+        inputs = sample_inputs(model, spec, _SMALL, 0)
     except SpecError:
         raise
     except Exception as error:  # The model's own code may raise anything.
         return None, f"{type(error).__name__}: {error}".partition("\n")[0]
+    try:
+        with torch.no_grad():
+            call(model, inputs)
+    except Exception as error:
+        return None, alone_problem(error, model, source.origin, inputs)
     return model, ""
 
 

@@ -102,7 +102,7 @@ def test_other_verbs_say_the_same(verb, tmp_path, capsys):
 def test_what_cannot_be_run_without_numbers_is_said_and_no_problem():
     found = checked(plan("Asking", rules=cut("up", "down")))
     assert found.is_ok
-    assert any("the forward was not run: " in note for note in found.notes)
+    assert any("the forward under the plan was not checked: " in note for note in found.notes)
 
 
 def test_inputs_that_nobody_stated_are_not_blamed_on_the_model():

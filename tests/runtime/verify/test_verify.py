@@ -75,6 +75,15 @@ class Tied(nn.Module):
         return self.head(self.norm(x))
 
 
+class Broken(Tied):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens).view(-1, 65)
+
+
+def broken() -> nn.Module:
+    return Broken()
+
+
 class Random(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -207,6 +216,17 @@ def test_a_model_that_stays_too_large_is_refused(run, monkeypatch):
     code, out, err = run(PLAN)
     assert (code, out) == (2, "")
     assert "no small model could be built: the model has 0.0 GiB" in err
+
+
+def test_a_forward_that_fails_is_named_and_not_the_size_of_the_model(run):
+    entry = "tests.runtime.verify.test_verify:broken"
+    plan = {k: v for k, v in PLAN.items() if k != "input"}
+    batch = {"micro": 4, "seq_len": 8}
+    code, out, err = run({**plan, "model": {"entry": entry}, "batch": batch})
+    assert (code, out) == (2, "")
+    assert "the forward of Broken fails at tests/runtime/verify/test_verify.py:" in err
+    assert "in one process too" in err
+    assert "no small model" not in err
 
 
 def test_a_loss_over_parts_of_the_vocabulary_is_compared_too(run):
