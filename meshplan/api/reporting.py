@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,13 +13,16 @@ from meshplan.api import checking, planning
 from meshplan.api.in_force import plan_of_spec
 from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
 from meshplan.errors import MeshplanError, PlanError, SpecError
+from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.pictures.mesh.counted import counted_plan
 from meshplan.plan.plan import Plan
 from meshplan.planner.lock.lock import chosen_spec, lock_in_words, locked
 from meshplan.planner.problem.decision import Decision, Evaluated
 from meshplan.planner.problem.request import loading
 from meshplan.planner.space.space import EmptySpaceError
-from meshplan.report.main import Report, ReportFacts, report_of
+from meshplan.report.main import STEP_MEMORY, Report, ReportFacts, report_of
+from meshplan.spec.strategies import resolve_mesh
+from meshplan.textbook.inputs import read_limit
 
 _OPEN: Final = "faster plans and other choices"
 
@@ -102,7 +106,7 @@ class _ReportBuilder:
         """Return the planner's decision; None if the plan cannot be searched."""
         self._report("searching")
         try:
-            return planning.search_plan(self._source)
+            return planning.search_plan(self._searched())
         except EmptySpaceError:
             if self._spec.free_fields:
                 raise
@@ -110,6 +114,18 @@ class _ReportBuilder:
         except (PlanError, SpecError) as error:
             self._leave_out(_OPEN, error)
             return None
+
+    def _searched(self) -> Source:
+        """Return the question to search.
+
+        Each size of tp or pp of a Python model takes seconds to trace. They are left out where
+        nothing is `auto`: the report is then about the plan's own mesh.
+        """
+        spec = self._spec
+        if spec.free_fields or spec.mesh is not None or self._source.entry(spec) is None:
+            return self._source
+        sizes = {axis.name: axis.size for axis in resolve_mesh(spec)[0]}
+        return self._source.with_overrides([f"mesh={json.dumps(sizes)}"])
 
     def _find_trouble(self) -> None:
         self._report("no plan fits: looking for the statements that conflict")
@@ -144,12 +160,19 @@ class _ReportBuilder:
             notes = (*notes, more)
             self._learn(notes=notes)
         try:
-            estimate = checking.estimate_memory(self._source, fixes=False, report=self._report)
+            estimate = self._estimate(checked.plan, chosen)
         except MeshplanError as error:
-            self._leave_out("the memory of a step", error)
+            self._leave_out(STEP_MEMORY, error)
         else:
             self._learn(estimate=estimate, notes=tuple(dict.fromkeys((*notes, *estimate.notes))))
             self._trace(checked.plan, estimate.worst.ranks[0])
+
+    def _estimate(self, plan: Plan, chosen: Evaluated | None) -> MemoryEstimate:
+        """Return the memory of a plan, without a second trace if the search has traced this one."""
+        if chosen is None or plan.graph.config or not _is_same(plan, chosen.plan):
+            return checking.estimate_memory(self._source, fixes=False, report=self._report)
+        _, _, notes = read_limit(self._source.gpu, self._source.memory, plan.spec)
+        return replace(chosen.memory, notes=(*notes, *chosen.memory.notes))
 
     def _trace(self, plan: Plan, rank: int) -> None:
         """Add the traced step of one rank, for the timeline, if the model has no config."""
@@ -208,3 +231,9 @@ class _ReportBuilder:
     def _leave_out(self, what: str, why: MeshplanError | str) -> None:
         text = why if isinstance(why, str) else why.problems[0].what
         self._learn(left_out=(*self._known.left_out, (what, text)))
+
+
+def _is_same(plan: Plan, other: Plan) -> bool:
+    """Return True if two plans of a model have equal layouts and batches."""
+    batches = [(each.micro, each.accumulate) for each in (plan, other)]
+    return batches[0] == batches[1] and plan.digest() == other.digest()

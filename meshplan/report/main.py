@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -237,14 +238,20 @@ def _each(*pairs: Any) -> Iterator[str]:
             yield from function(value)
 
 
+STEP_MEMORY: Final = "the memory of a step"
+"""What `ReportFacts.left_out` calls the memory of a step that cannot be estimated."""
+
+
 def _verdict(known: ReportFacts) -> tuple[str, bool | None]:
     """Return (verdict in words, fits), where `fits` is as in `Report`."""
     plan, estimate, decision = known.plan, known.estimate, known.decision
     if plan is not None and estimate is not None:
         return memory_bars(estimate).title, estimate.fits
     if plan is not None:
-        facts = states_alone(plan, _limit(known), "")
-        return facts.title, facts.worst.fits
+        why = dict(known.left_out).get(STEP_MEMORY, "it was not estimated")
+        facts = states_alone(plan, _limit(known), why)
+        is_over = facts.worst.total_bytes > (facts.limit_bytes or math.inf)
+        return facts.title, False if is_over else None
     if decision is not None and decision.chosen is None:
         found = "fits" if decision.is_whole else "was found in time that fits"
         limit = format_gib(decision.limit_bytes)

@@ -225,6 +225,34 @@ def test_a_report_goes_by_the_lock_and_says_where_a_search_differs(tmp_path):
     assert "MFU" not in found.texts
 
 
+def test_a_python_model_with_nothing_open_is_traced_for_its_own_mesh_only(tmp_path):
+    """Each size of tp takes seconds to trace, and the search has traced the step already."""
+    path, told = tmp_path / "plan.yaml", []
+    path.write_text(
+        "version: 1\nmodel: {entry: meshplan.runtime.demo_model:build}\nstrategy: full_shard\n"
+        "hardware: {nodes: 1, gpus_per_node: 4, gpu: h100-sxm-80gb}\n"
+        "batch: {micro: 2, seq_len: 32}\n"
+    )
+    found = make_report(path, report=told.append)
+    assert found.fits
+    assert not [line for line in told if "as a rank of" in line]
+    assert told.count("tracing a step of rank 0") == 1  # For the timeline; the search's is quiet.
+    assert "79.1 GiB, as torch sees it" in " ".join(found.notes)
+
+
+@pytest.mark.parametrize(("gpu", "fits"), [("h100-sxm-80gb", None), ("{memory: 1MB}", False)])
+def test_a_step_that_cannot_be_estimated_is_not_said_to_be_over(gpu, fits, tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "version: 1\nmodel: {entry: meshplan.runtime.demo_model:build}\nstrategy: full_shard\n"
+        f"hardware: {{nodes: 1, gpus_per_node: 4, gpu: {gpu}}}\nbatch: {{micro: 2}}\n"
+    )
+    found = make_report(path)
+    assert found.fits is fits
+    start = "States alone take" if fits is None else "Does not fit: states alone are OVER"
+    assert found.verdict.startswith(start)
+
+
 def test_without_a_model_it_tells_what_is_left_out(tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text("version: 1\nmodel: {params: 3e9}\nmesh: {dp_shard: 8}\nstrategy: full_shard\n")
