@@ -33,6 +33,7 @@ from meshplan.textbook.inputs import read_limit
 
 if TYPE_CHECKING:
     from meshplan.cost.profile import Profile
+    from meshplan.cost.types import Chain
     from meshplan.memory import MemoryEstimate
     from meshplan.planner.answers.difference import PlanDifference
     from meshplan.planner.answers.explain import WhyNot
@@ -253,7 +254,14 @@ def explain(
     return answers
 
 
-def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) -> ModuleAnswer:
+def explain_module(
+    plan: Plan,
+    name: str,
+    *,
+    profile: str | Path | None = None,
+    source: Source | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> ModuleAnswer:
     """Explain the layouts of a module's tensors, their memory, and the time of the module's block.
 
     Args:
@@ -261,14 +269,26 @@ def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) 
         name: Fqn of the module.
         profile: A profile written by `meshplan calibrate`; None takes the profile that the lock was
             made with.
+        source: The question that the plan answers; None if it is not known. With it, the time of a
+            model without a config is found by a trace.
+        report: Called with lines on the progress.
 
     Raises:
         SpecError: The model has no such module.
     """
     from meshplan.planner.answers import module
 
+    def chain_of(plan: Plan) -> Chain:
+        assert source is not None
+        traced = _request(source, report).traced
+        assert traced is not None
+        return traced.priced(plan.spec).chain
+
     profile = profile if profile is not None else profile_of_lock(plan.spec.source, plan.spec)
-    return module.explain_module(plan, name, profile=profile)
+    has_code = source is not None and source.entry(plan.spec) is not None
+    return module.explain_module(
+        plan, name, profile=profile, chain_of=chain_of if has_code else None
+    )
 
 
 def compare(

@@ -405,8 +405,11 @@ def _explain_module(args: argparse.Namespace) -> int:
     from meshplan.render.memory.module import module_to_json, module_to_text
 
     notes: list[str] = []
-    plan = checking.decide(source_of(args), noted=notes.append)
-    found = planning.explain_module(plan, args.words[0], profile=args.profile)
+    source = source_of(args)
+    plan = checking.decide(source, noted=notes.append)
+    found = planning.explain_module(
+        plan, args.words[0], profile=args.profile, source=source, report=noting(args)
+    )
     if args.json:
         answer_json(args, "explain/1", {"module": module_to_json(found)}, notes)
     else:

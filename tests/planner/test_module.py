@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from meshplan.api import checking
+from meshplan.api import checking, planning
 from meshplan.api.planning import explain_module, search_plan
+from meshplan.api.source import source_of
 from meshplan.cli.app import main
 from meshplan.cost.profile import without
 from meshplan.errors import PlanError, SpecError
@@ -185,3 +186,20 @@ def test_a_name_that_nothing_has_is_refused(job, capsys):
     with pytest.raises(SpecError, match="did you mean 'lm_head'"):
         explain_module(checking.decide(path), "lm_hea")
     assert main(["explain", "model.layers.77", "-f", str(path)]) == 2
+
+
+def test_the_block_of_a_python_model_is_timed_by_a_trace(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "version: 1\nmodel: {entry: meshplan.runtime.demo_model:build}\nmesh: {dp_shard: 4}\n"
+        "hardware: {nodes: 1, gpus_per_node: 4, gpu: h100-sxm-80gb}\nstrategy: full_shard\n"
+        "batch: {micro: 4, seq_len: 128}\nactivation_checkpointing: none\n"
+    )
+    plan = checking.decide(path)
+    answer = planning.explain_module(plan, "layers.1", source=source_of(path, ()))
+    step_s = search_plan(path).chosen.seconds
+    blocks = len(plan.graph.blocks())
+    cost = answer.cost
+    assert 0.5 * step_s < blocks * (cost.forward_s + cost.backward_s) < step_s
+    assert answer.saved_bytes is None
+    assert "which has no config" in planning.explain_module(plan, "layers.1").why_no_cost

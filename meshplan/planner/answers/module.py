@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshplan.assign import Placed, Reason
 from meshplan.cost.calibration import read_profile
+from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.memory import StateBytes, state_bytes
 from meshplan.model.graph import is_inside
@@ -55,8 +56,8 @@ class ModuleAnswer:
         block: Fqn of the block that the module is, or is in; "" if `cost` cannot be estimated.
         cost: Seconds that this block takes; None if they cannot be estimated.
         saved_bytes: Bytes that this block saves for the backward of one microbatch; None if they
-            cannot be estimated.
-        why_no_cost: Reason why `cost` and `saved_bytes` cannot be estimated; "" if they can.
+            cannot be estimated, or only `cost` was traced.
+        why_no_cost: Reason why `cost` cannot be estimated; "" if it can.
     """
 
     name: str
@@ -72,7 +73,13 @@ class ModuleAnswer:
     why_no_cost: str = ""
 
 
-def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) -> ModuleAnswer:
+def explain_module(
+    plan: Plan,
+    name: str,
+    *,
+    profile: str | Path | None = None,
+    chain_of: Callable[[Plan], Chain] | None = None,
+) -> ModuleAnswer:
     """Explain what a plan decided for a module or a tensor.
 
     Args:
@@ -80,6 +87,8 @@ def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) 
         name: Fqn of the module or tensor, as in `meshplan show`; "" for the whole model.
         profile: Path of a file that `meshplan calibrate` wrote; None to use the speeds of known
             devices.
+        chain_of: Returns the block costs of a plan whose model has no config; None if there is no
+            way to trace them.
 
     Raises:
         SpecError: The model has no module or tensor of that name.
@@ -114,8 +123,10 @@ def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) 
     try:
         measured = read_profile(Path(profile), Origin("--profile")) if profile else None
         device, _, _ = read_limit(None, None, plan.spec)
-        costed = Costed(plan, cluster_of(plan.spec, device, measured), measured)
-        cost, saved = costed.block(block), costed.saved_bytes(block)
+        chain = chain_of(plan) if chain_of is not None and not plan.graph.config else None
+        costed = Costed(plan, cluster_of(plan.spec, device, measured), measured, chain)
+        # A trace counts the operations of a block, and not what it saves.
+        cost, saved = costed.block(block), costed.saved_bytes(block) if chain is None else None
     except MeshplanError as error:
         return replace(answer, why_no_cost=error.problems[0].what)
     return replace(answer, block=block, cost=cost, saved_bytes=saved)

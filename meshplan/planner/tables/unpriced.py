@@ -44,7 +44,7 @@ def unpriced(plan: Plan) -> Iterator[Problem]:
     for is_present, what in (
         (plan.micro is None, "a plan that states no batch size"),
         (any(loan.within != LENDER for loan in mesh.loans), f"ranks not borrowed from {LENDER}"),
-        (any(u.on_host for f, u in a.units.items() if f and f not in blocks),
+        (any(u.on_host for f, u in a.units.items() if f and f not in (*blocks, *a.experts)),
          "offloaded parameters of units that are no blocks"),
         (any(_reshards_apart(plan, fqn) for fqn in a.units),
          "units that are resharded otherwise than the block or the model around them"),
