@@ -158,12 +158,17 @@ FOUND = "modules are imported from the installed packages or the working directo
         (
             "no_{}:f",
             "",
-            "importing 'no_{}' raised ModuleNotFoundError: No module named 'no_{}'",
-            FOUND,
+            "there is no no_{}.py in the working directory, nor a package 'no_{}'",
+            "run the command in the folder of the module, or add this folder to PYTHONPATH",
         ),
+        ("./{}.py:f", "import no_such", "importing '{}' raised ModuleNotFoundError: No module "
+         "named 'no_such' {place}:1", FOUND),
+        ("{}:f", "pass\ndef f(:\n  pass",
+         "importing '{}' raised SyntaxError: invalid syntax {place}:2", ""),
+        ("../no_{}.py:f", "", "there is no file ../no_{}.py", ""),
         ("{}:f", "1 / 0",
-         "importing '{}' raised ZeroDivisionError: division by zero {place}:1", FOUND),
-        ("{}:f", "raise SystemExit", "importing '{}' raised SystemExit {place}:1", FOUND),
+         "importing '{}' raised ZeroDivisionError: division by zero {place}:1", ""),
+        ("{}:f", "raise SystemExit", "importing '{}' raised SystemExit {place}:1", ""),
         ("{}:f", "", "'{}' has no 'f'", "name a function of {}"),
         ("{}:f", "f = 3", "'{}:f' is int, which cannot be called",
          "name a function that returns the model"),
@@ -188,8 +193,25 @@ def test_a_model_that_cannot_be_made(
     assert main(["check", "-f", path, "--model", entry.format(name)]) == 2
     what = what.replace("{place}", f"({module}").format(name, name)
     what += ")" if str(module) in what else ""
-    expected = f"meshplan: 1 problem\n--model: {what}\n    fix: {fix.format(name)}\n"
+    expected = f"meshplan: 1 problem\n--model: {what}\n"
+    expected += f"    fix: {fix.format(name)}\n" if fix else ""
     assert capsys.readouterr() == ("", expected)
+
+
+def test_a_model_of_another_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "abroad.py").write_text("import torch\nnet = torch.nn.Linear(8, 8)\n")
+    path = plan_file(tmp_path, "mesh: {dp_shard: 4}")
+    monkeypatch.chdir(tmp_path / "here")
+    for file, folder in (("../abroad.py", ".."), (f"{tmp_path}/abroad.py", str(tmp_path))):
+        assert main(["check", "-f", path, "--model", f"{file}:net"]) == 2
+        assert capsys.readouterr().err == (
+            f"meshplan: 1 problem\n--model: {file} is not in the working directory\n"
+            f"    fix: run the command in {folder}, or write PYTHONPATH={folder} before it and "
+            "name the function as abroad:net\n"
+        )
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "-f", path, "--model", f"{tmp_path}/abroad.py:net"]) == 0
 
 
 def test_what_a_model_prints_does_not_break_json(tmp_path, monkeypatch, capsys):
