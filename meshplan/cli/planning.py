@@ -32,6 +32,7 @@ from meshplan.cli.common import (
 from meshplan.errors import Origin, Problem, SpecError
 
 if TYPE_CHECKING:
+    from meshplan.api.source import Source
     from meshplan.planner.lock.changes import FieldChange
     from meshplan.planner.problem.decision import Decision
     from meshplan.planner.space.space import EmptySpaceError
@@ -92,9 +93,7 @@ def _plan(args: argparse.Namespace) -> int:
     old = None
     flags = _PlanFlags(args)
     for words in args.what_if:  # A search is not lost to a typing error.
-        from meshplan.api.retargeting import retarget_settings
-
-        _ = flags.source.with_overrides(retarget_settings(words, "--what-if")).spec
+        _hardware_settings(flags.source, words, "--what-if")
     if args.retarget is not None and (args.tokens or args.days):
         what = "--retarget plans for given nodes, but --tokens and --days search their number"
         fix = "leave --retarget out, or --tokens and --days"
@@ -104,9 +103,9 @@ def _plan(args: argparse.Namespace) -> int:
         fix = "leave --what-if out, or --tokens and --days"
         raise SpecError(Problem(what, Origin("--what-if"), fix))
     if args.retarget is not None:
-        from meshplan.api.retargeting import on_other_hardware, retarget_settings
+        from meshplan.api.retargeting import on_other_hardware
 
-        settings = retarget_settings(args.retarget)
+        settings = _hardware_settings(flags.source, args.retarget, "--retarget")
         old = checking.decide(replace(flags.source, overrides=tuple(args.set)))
         known = {} if args.set or args.profile else planning.figures_of_lock(flags.path, old)
         args.set = [*args.set, *settings]
@@ -154,6 +153,28 @@ def _plan(args: argparse.Namespace) -> int:
         more["what_if"], text = _what_if(flags, decision)
         lines += text
     return _print_plan(flags, decision, more, lines, is_interrupted=is_stopped())
+
+
+def _hardware_settings(source: Source, words: str, flag: str) -> list[str]:
+    """Return the statements that make a flag's changes to the hardware.
+
+    Raises:
+        SpecError: The plan cannot be read, or not with these changes: the problem is the flag's.
+    """
+    from meshplan.api.retargeting import retarget_settings
+
+    _ = source.spec
+    settings = retarget_settings(words, flag)
+    try:
+        _ = source.with_overrides(settings).spec
+    except SpecError as error:
+        raise SpecError(
+            replace(each, origin=replace(each.origin, file=flag))
+            if each.origin is not None and each.origin.file == "--set"
+            else each
+            for each in error.problems
+        ) from None
+    return settings
 
 
 def _what_if(flags: _PlanFlags, decision: Decision) -> tuple[list[dict[str, Any]], list[str]]:
@@ -430,7 +451,7 @@ def _explain_memory(args: argparse.Namespace) -> int:
 
 def _calibrate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--out", metavar="PROFILE", default="profile.json", help="where to write the profile"
+        "-o", "--out", metavar="PROFILE", default="profile.json", help="where to write the profile"
     )
 
 
