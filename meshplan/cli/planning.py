@@ -30,6 +30,7 @@ from meshplan.cli.common import (
     until_interrupted,
 )
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.files import check_writable
 
 if TYPE_CHECKING:
     from meshplan.api.source import Source
@@ -92,7 +93,9 @@ def _plan(args: argparse.Namespace) -> int:
 
     old = None
     flags = _PlanFlags(args)
-    for words in args.what_if:  # A search is not lost to a typing error.
+    if args.output is not None and not args.dry_run:
+        check_writable(args.output, "the lock")  # A search is not lost to a typing error.
+    for words in args.what_if:
         _hardware_settings(flags.source, words, "--what-if")
     if args.retarget is not None and (args.tokens or args.days):
         what = "--retarget plans for given nodes, but --tokens and --days search their number"
