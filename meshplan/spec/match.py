@@ -202,8 +202,13 @@ def near(word: str, words: Iterable[str]) -> str | None:
 
     >>> near("colwize", ["colwise", "rowwise"]), near("banana", ["colwise", "rowwise"])
     ('colwise', None)
+    >>> near("gpus", ["gpu", "gpus_per_node"])
+    'gpus_per_node'
     """
     by_lower = {w.lower(): w for w in words}
+    longer = [w for w in by_lower if word and w.startswith(f"{word.lower()}_")]
+    if len(longer) == 1:
+        return by_lower[longer[0]]
     close = difflib.get_close_matches(word[:200].lower(), by_lower, n=1)
     return by_lower[close[0]] if close else None
 

@@ -133,6 +133,11 @@ def _gpu(value: PlanValue, found: Findings) -> str | None:
         if not got or len(found.problems) > num_before:
             return None
         name = ",".join(f"{key}={value.data[key].text}" for key in got)
+    elif isinstance(value.data, int) and (
+        names := [each for each in devices() if value.text in each.split("-")]
+    ):
+        found.add(value, f"{show(value)} is a number, not a name", f"write {join(names)}")
+        return None
     else:
         name = text("the name of a GPU, or {memory: 48GB, bf16: 181e12}")(value, found)
     try:

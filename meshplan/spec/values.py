@@ -165,9 +165,17 @@ def join(words: Iterable[str], last: str = "or") -> str:
     return f"{', '.join(first)} {last} {end}" if first else end
 
 
+def missing_space(key: str) -> str:
+    """Return the fix for `key:value`, which YAML reads as one text."""
+    return f"put a space after '{key}:'"
+
+
 def did_you_mean(word: str, words: Iterable[str], otherwise: str = "") -> str:
     """Return a fix that names the most similar word, else `otherwise`."""
-    close = near(word, words)
+    name, colon, _ = word.partition(":")
+    close = near(name, words)
+    if colon and name == close:
+        return missing_space(name)
     return f"did you mean '{close}'?" if close else otherwise
 
 
@@ -201,12 +209,11 @@ def section(
         if key not in fields and child.is_broken:
             continue
         if key not in fields:
-            close = near(key, fields)
-            fix = (homes or {}).get(key) or (
-                f"did you mean '{close}'?" if close else f"the valid keys are {', '.join(fields)}"
+            fix = (homes or {}).get(key) or did_you_mean(
+                key, fields, f"the valid keys are {', '.join(fields)}"
             )
             found.add(child.key or child.origin, "unknown key", fix)
-            missing.pop(close or "", None)
+            missing.pop(near(key.partition(":")[0], fields) or "", None)
             continue
         if child.is_broken or child.data is not None:
             missing.pop(key, None)
