@@ -153,12 +153,15 @@ def sharded_problem(
         f"with {use.axis}: {size}, {fqn} returns {local} features where one process returns "
         f"{whole}, but {place} assumes {whole}: {_first_line(error)}"
     )
-    found = _own_frame(error)
-    fix = (
-        advice_at(*found, size) if found else ""
-    ) or "read the size from the tensor there, such as x.shape[-1]"
+    fix = advice_of(error, size) or "read the size from the tensor there, such as x.shape[-1]"
     fix += f"; or replicate {fqn} and the modules that read its output along {use.axis}"
     return Problem(what, use.reason.origin or origin, fix)
+
+
+def advice_of(error: Exception, size: int) -> str:
+    """Return what to write in the user's line that raised on a shard of `size`; "" if unknown."""
+    found = _own_frame(error)
+    return advice_at(*found, size) if found else ""
 
 
 def _first_line(error: Exception) -> str:
