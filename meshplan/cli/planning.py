@@ -350,7 +350,7 @@ def _print_plan(
     if failure is not None:
         print_error(str(failure))
         return COULD_NOT
-    if target is not None:
+    if target is not None and changes != ():  # Else its content is as before.
         print_notes(args, [f"wrote {target}"])
     if is_interrupted:
         return INTERRUPTED

@@ -42,6 +42,7 @@ def test_what_changed_since_the_last_lock(job, capsys):
     code, result, err = plan(capsys, path)
     assert (code, result["changed"]) == (0, [])
     assert "nothing changed since the last lock" in err
+    assert "wrote" not in err
     path = job(mesh={"dp_replicate": 2, "dp_shard": 4}, strategy=None)
     code, result, err = plan(capsys, path, "--dry-run")
     by_field = {each["field"]: each for each in result["changed"]}
