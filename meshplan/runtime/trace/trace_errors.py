@@ -19,6 +19,7 @@ from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.torch_private.fakes import untraceable
 from meshplan.runtime.trace.advice import advice_at
 from meshplan.runtime.trace.bounds import UnknownShapeError
+from meshplan.runtime.trace.sample import EXAMPLES
 
 _WHY: Final = MappingProxyType(
     {
@@ -52,8 +53,7 @@ def refused(error: Exception, model: nn.Module, origin: Origin | None) -> PlanEr
 
 
 STATE_INPUT: Final = (
-    "state inputs that the model takes, or change those that are stated: input: {shape: [2, 16], "
-    "dtype: int64} for tokens, {shape: [2, 3, 224, 224], dtype: float32} for images"
+    f"state inputs that the model takes, or change those that are stated: {EXAMPLES}"
 )
 """Fix for a forward that fails on the inputs that the plan states, or that were assumed."""
 
