@@ -276,9 +276,10 @@ def _print_trouble(
         result, is_whole = no_space_to_json(found), True
         lines = no_space_to_text(found, flags.path)
     else:
-        colour = colours(args)
         result, is_whole = decision_to_json(found), found.is_whole
-        lines = decision_to_text(found, flags.path, colour=colour)
+        # Who pressed Ctrl-C did not ask for all that was not searched.
+        told = replace(found, rejected=()) if is_stopped() else found
+        lines = decision_to_text(told, flags.path, colour=colours(args))
     trouble = None
     # Only a complete search proves that nothing fits.
     if is_whole and not isinstance(found, UnsearchedError):
