@@ -80,7 +80,9 @@ _MAX_DEVICES: Final = 10**6
 _count, _steps = integer(1, AUTO, high=MOST_MICROBATCHES), integer(1, high=MOST_MICROBATCHES)
 Mesh = Mapping[str, Any] | tuple[int, ...] | str
 _size = integer(1, high=_MAX_DEVICES)
-_positive = number(lambda x: x > 0, "a number above 0", exclusiveMinimum=0)
+_positive = number(
+    lambda x: x > 0, "a number above 0", "write 1.0, or leave the key out", exclusiveMinimum=0
+)
 
 
 @decoder({"const": VERSION})
@@ -156,9 +158,10 @@ _HARDWARE: Final[Mapping[str, Decoder]] = {
     "intra": measured(parse_bandwidth),
     "inter": measured(parse_bandwidth),
     "headroom": number(
-        lambda x: 0 <= x < 1, "a fraction of at least 0 and below 1", minimum=0, exclusiveMaximum=1
+        lambda x: 0 <= x < 1, "a fraction of at least 0 and below 1", "write something like 0.1",
+        minimum=0, exclusiveMaximum=1,
     ),
-}
+}  # fmt: skip
 _HARDWARE_NAMES: Final = {
     "memory": "memory_bytes",
     "host_memory": "host_memory_bytes",
@@ -356,9 +359,10 @@ def _context(value: PlanValue, found: Findings) -> Context | None:
 
 _EXPERTS: Final[Mapping[str, Decoder]] = {
     "capacity": number(
-        lambda x: x >= 1, "a number of at least 1: a multiple of an even share", minimum=1
+        lambda x: x >= 1, "a number of at least 1: a multiple of an even share",
+        "write something like 1.5", minimum=1,
     ),
-}
+}  # fmt: skip
 
 
 @decoder(mapping_form(_EXPERTS))
