@@ -16,7 +16,7 @@ from meshplan.layout.hardware import OWN_FACTS, devices, find_device, names_patt
 from meshplan.layout.mesh import AXES
 from meshplan.layout.optimizers import SHAPED_STATES
 from meshplan.layout.schedules import SCHEDULES
-from meshplan.spec.contradictions import disagreements
+from meshplan.spec.contradictions import ContradictionError, disagreements
 from meshplan.spec.rules import (
     RULE_FORM,
     RULE_KEYS,
@@ -183,9 +183,6 @@ def _hardware(value: PlanValue, found: Findings) -> HardwareSpec | None:
     got = section(value, found, _HARDWARE, example, required=required)
     if got is None:
         return None
-    if "gpu" in got and "memory" in got:
-        what = "'gpu' and 'memory' both state how much memory a device has"
-        found.add(value.data["memory"], what, "keep one of them")
     if "gpus_per_node" not in got:
         return None
     return HardwareSpec(**{_HARDWARE_NAMES.get(key, key): what for key, what in got.items()})
@@ -473,7 +470,8 @@ def read_spec(
 ) -> Spec | None:
     """Return the `Spec` that a plan's values declare; None if the plan is not a mapping.
 
-    Problems are added to `found`; the returned `Spec` is complete only if there are none.
+    Problems are added to `found`; the returned `Spec` is complete only if there are none. If there
+    are none but contradictions, a ContradictionError with the whole `Spec` is raised.
 
     Args:
         value: The whole plan.
@@ -487,8 +485,8 @@ def read_spec(
     if got is None:
         return None
     spec = Spec(**got, origins=origins, source=source)
-    # A section with a mistake was read in part, so comparing it with others would mislead.
-    wrong = {re.split(r"[.\[]", p.origin.path)[0] for p in found.problems if p.origin}
-    if not wrong & {"hardware", "mesh", "strategy", "batch"}:
-        found.problems += disagreements(spec)
+    problems = disagreements(spec, [p.origin.path for p in found.problems if p.origin])
+    if problems and not found.problems:
+        raise ContradictionError(problems, spec)
+    found.problems += problems
     return spec

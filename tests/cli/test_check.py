@@ -214,6 +214,51 @@ def test_a_model_of_another_folder(tmp_path, monkeypatch, capsys):
     assert main(["check", "-f", path, "--model", f"{tmp_path}/abroad.py:net"]) == 0
 
 
+def test_contradictions_and_rules_are_told_in_one_round(tmp_path, capsys):
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "version: 1\nmodel: {entry: meshplan.runtime.demo_model:build}\n"
+        "hardware: {gpus_per_node: 8, gpu: h100-sxm-80gb, memory: 80GB}\n"
+        "mesh: {dp_shard: 4, tp: 3}\nbatch: {micro: 3, global: 16, accumulate: 1}\n"
+        "rules: [{match: layers.*.atn, place: replicate}]\n"
+    )
+    assert main(["check", "-f", str(path)]) == 2
+    told = capsys.readouterr().err
+    for what in (
+        "hardware.memory: 'gpu' and 'memory' both state",
+        "mesh: dp_shard 4 x tp 3 = 12 devices, but hardware has 1 x 8 = 8",
+        "batch.global: 16 is not micro 3 x accumulate 1 x 4 data ranks = 12",
+        "rules[0].match: 'layers.*.atn' matches no module",
+    ):
+        assert what in told
+    assert "meshplan: 4 problems\n" in told
+
+
+def test_a_mistake_in_a_section_does_not_hide_others(tmp_path, capsys):
+    wrong = "hardware: {gpus_per_node: 8, gpu: nothing}\nmesh: {dp_shard: 4}"
+    assert main(["check", "-f", plan_file(tmp_path, wrong)]) == 2
+    told = capsys.readouterr().err
+    assert "gpu 'nothing' is not in the hardware table" in told
+    assert "dp_shard 4 = 4 devices, but hardware has 1 x 8 = 8" in told
+    nodes = "hardware: {node: 2, gpus_per_node: 8}\nmesh: {dp_shard: 16}"
+    assert main(["check", "-f", plan_file(tmp_path, nodes)]) == 2
+    assert "meshplan: 1 problem\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("match", "missing"),
+    [("layers.{0..9}", "{4..9}"), ("layers.{2,7}.attn", "{7}"), ("layers.{0..3}", "")],
+)
+def test_numbers_of_a_pattern_that_match_nothing_are_told(tmp_path, capsys, match, missing):
+    model = "model: {entry: meshplan.runtime.demo_model:build}\nmesh: {dp_shard: 2}\n"
+    for more in ("", ", optional: true"):
+        rule = f'rules: [{{match: "{match}", place: replicate{more}}}]'
+        assert main(["check", "-f", plan_file(tmp_path, model + rule)]) == 0
+        told = capsys.readouterr().out
+        warning = f"'{match}' matches no module of ByteLlama for the numbers {missing}\n"
+        assert (warning in told) == (bool(missing) and not more)
+
+
 def test_what_a_model_prints_does_not_break_json(tmp_path, monkeypatch, capsys):
     (tmp_path / "loud_entry.py").write_text(
         "import torch\nprint('at import')\n"
