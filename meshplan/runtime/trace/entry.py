@@ -88,7 +88,7 @@ def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Mo
 
 
 def _outside(file: str, name: str, origin: Origin) -> Problem:
-    """Say how to name a function of a file outside the working directory, "../mod.py:name"."""
+    """Say how to name a function of a file that is outside the working directory."""
     if not os.path.isfile(file):
         return Problem(f"there is no file {file}", origin)
     folder, module = os.path.split(file.removesuffix(".py"))
