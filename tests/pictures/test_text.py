@@ -126,8 +126,11 @@ def test_a_narrow_terminal_has_narrow_drawings(what, colour, monkeypatch):
         if what == "mesh":
             cells = " ".join(plain).partition("each cell")[0]
             assert len(re.findall(r"\d+:\d+", cells)) == 16
-        if what in ("memory", "gantt"):  # Drawn anew, not folded.
-            assert any(len(line.rstrip()) > 55 and "  " in line[2:12] for line in plain)
+        rows = [line for line in plain if re.search(r"GiB: .* left$|in flight \d", line.rstrip())]
+        assert bool(rows) == (what in ("memory", "gantt"))
+        assert all(line.startswith(("  ranks ", "  pp ")) for line in rows), (
+            "drawn anew, not folded"
+        )
 
 
 @pytest.mark.parametrize("what", ["mesh", "layout", "memory", "gantt"])

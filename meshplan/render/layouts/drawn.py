@@ -132,11 +132,15 @@ def memory_lines(facts: MemoryBars) -> list[Line]:
         style = "bold red" if is_over else "bold green" if bar.fits else "bold"
         cells.append((" " * max(0, wide + 1 - drawn) + text, style))
         lines.append(cells)
-    key: list[Run] = [("  ", "")]
+    key: list[list[Run]] = [[("  ", "")]]
+    width = terminal_width()
     for name in used:
-        key += [(_LETTERS[name], _on(INKS[name])), (f" {name}  ", "")]
+        entry = [(_LETTERS[name], _on(INKS[name])), (f" {name}  ", "")]
+        if width is not None and len("".join(t for t, _ in (*key[-1], *entry)).rstrip()) > width:
+            key.append([("  ", "")])
+        key[-1] += entry
     end = "  - up to the upper end of the estimate" + ("; | the limit" if limit else "")
-    lines += [[], key, [(end if not facts.unknown else f"  ? unknown: {facts.unknown}", "dim")]]
+    lines += [[], *key, [(end if not facts.unknown else f"  ? unknown: {facts.unknown}", "dim")]]
     return lines
 
 
