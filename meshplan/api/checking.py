@@ -13,7 +13,6 @@ from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
 from meshplan.errors import MeshplanError, Origin, PlanError, Problem, SpecError, UnstatedError
 from meshplan.model.blueprint import OtherModelError
 from meshplan.plan.verdict import CheckResult
-from meshplan.spec.contradictions import ContradictionError
 from meshplan.spec.spec import Spec
 from meshplan.spec.trust import UntrustedError, check_code
 from meshplan.textbook.formulas import ROWS
@@ -159,6 +158,7 @@ def check_plan(
         SpecError: The plan or the model cannot be read.
     """
     from meshplan.plan.plan import problems_without_model
+    from meshplan.spec.contradictions import ContradictionError
 
     source = source_of(plan, overrides, **given)
     try:
