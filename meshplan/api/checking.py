@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from meshplan.api.in_force import WITHOUT_MODEL, find_model, spec_in_force
 from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
-from meshplan.errors import Origin, PlanError, Problem, SpecError, UnstatedError
+from meshplan.errors import MeshplanError, Origin, PlanError, Problem, SpecError, UnstatedError
 from meshplan.model.blueprint import OtherModelError
 from meshplan.plan.verdict import CheckResult
 from meshplan.spec.spec import Spec
@@ -158,14 +158,28 @@ def check_plan(
         SpecError: The plan or the model cannot be read.
     """
     from meshplan.plan.plan import problems_without_model
+    from meshplan.spec.contradictions import ContradictionError
 
     source = source_of(plan, overrides, **given)
     try:
         return _tried(_checked(source), source)
+    except ContradictionError as error:
+        raise SpecError([*error.problems, *_problems_of_rules(error.spec, source)]) from None
     except UntrustedError as error:
         problems = problems_without_model(source.spec)
         left_out = f"{error.problems[0]}\nnote: {WITHOUT_MODEL}"
         return CheckResult(problems=tuple(problems), notes=(left_out,))
+
+
+def _problems_of_rules(spec: Spec, source: Source) -> list[Problem]:
+    """Return the problems with the patterns of the rules; [] if the model cannot be read."""
+    from meshplan.plan.plan import check_rules
+
+    try:
+        graph, _, _ = find_model(spec, source)
+    except MeshplanError:  # Told in the next round, with all that needs the model.
+        return []
+    return check_rules(spec, graph)[0] if graph is not None else []
 
 
 def _tried(checked: CheckResult, source: Source) -> CheckResult:
@@ -197,7 +211,11 @@ def _tried(checked: CheckResult, source: Source) -> CheckResult:
 def _checked(
     source: Source, lock: Lock | None = None, report: Callable[[str], None] = lambda text: None
 ) -> CheckResult:
-    from meshplan.plan.plan import make_plan, problems_without_model  # slow to import
+    from meshplan.plan.plan import (  # slow to import
+        check_rules,
+        make_plan,
+        problems_without_model,
+    )
 
     spec = source.spec
     try:
@@ -214,7 +232,7 @@ def _checked(
         decided = make_plan(whole, graph, rehearse=rehearse)
     except PlanError as error:
         return CheckResult(problems=tuple(error.problems), notes=(*notes, *noted))
-    warnings = decided.assignment.warnings
+    warnings = (*decided.assignment.warnings, *check_rules(whole, graph)[1])
     return CheckResult(plan=decided, warnings=warnings, notes=(*notes, *noted))
 
 

@@ -202,7 +202,7 @@ def find_trouble(
 
 def explain(
     plan: PlanSource | Source,
-    words: Sequence[str],
+    words: str | Sequence[str],
     overrides: Sequence[str] = (),
     *,
     report: Callable[[str], None] = lambda text: None,
@@ -213,7 +213,7 @@ def explain(
     Args:
         plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         words: ("why-not", SETTING) asks about one setting, such as "mesh.tp=8". ("why", FIELD) asks
-            about each value of a field, such as "mesh.tp".
+            about each value of a field, such as "mesh.tp". Also as one text, "why mesh.tp".
         overrides: `KEY=VALUE` statements that change the plan.
         report: Called with lines on the progress.
         given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
@@ -228,6 +228,7 @@ def explain(
     """
     from meshplan.planner.answers.explain import Asker
 
+    words = words.split(maxsplit=1) if isinstance(words, str) else words
     if len(words) != 2 or words[0] not in ("why", "why-not"):
         what = f"'{' '.join(words)}' is not a question to explain"
         fix = "ask why FIELD, or why-not FIELD=VALUE"

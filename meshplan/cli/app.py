@@ -48,7 +48,6 @@ from meshplan.version import __version__
 CRASHED = 70
 """Exit code of sysexits.h for an internal software error (EX_SOFTWARE)."""
 _REPORT_TO = "https://github.com/meshplan/meshplan/issues"
-
 _DEMO_PLAN = "hybrid_2x4"
 _DEMO_STEPS = 30
 
@@ -453,6 +452,7 @@ def _main(argv: Sequence[str] | None) -> int:
         # CPython remembers it as unhandled, and `python -m` would end by SIGINT instead of with
         # this exit code. Every `exec` of a string clears that flag first.
         exec("pass")
+        print("meshplan: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader closed the pipe (`| head`). Redirect stdout, or the flush at exit raises again.

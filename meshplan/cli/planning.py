@@ -30,8 +30,10 @@ from meshplan.cli.common import (
     until_interrupted,
 )
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.files import check_writable
 
 if TYPE_CHECKING:
+    from meshplan.api.source import Source
     from meshplan.planner.lock.changes import FieldChange
     from meshplan.planner.problem.decision import Decision
     from meshplan.planner.space.space import EmptySpaceError
@@ -91,10 +93,10 @@ def _plan(args: argparse.Namespace) -> int:
 
     old = None
     flags = _PlanFlags(args)
-    for words in args.what_if:  # A search is not lost to a typing error.
-        from meshplan.api.retargeting import retarget_settings
-
-        _ = flags.source.with_overrides(retarget_settings(words, "--what-if")).spec
+    if args.output is not None and not args.dry_run:
+        check_writable(args.output, "the lock")  # A search is not lost to a typing error.
+    for words in args.what_if:
+        _hardware_settings(flags.source, words, "--what-if")
     if args.retarget is not None and (args.tokens or args.days):
         what = "--retarget plans for given nodes, but --tokens and --days search their number"
         fix = "leave --retarget out, or --tokens and --days"
@@ -104,9 +106,9 @@ def _plan(args: argparse.Namespace) -> int:
         fix = "leave --what-if out, or --tokens and --days"
         raise SpecError(Problem(what, Origin("--what-if"), fix))
     if args.retarget is not None:
-        from meshplan.api.retargeting import on_other_hardware, retarget_settings
+        from meshplan.api.retargeting import on_other_hardware
 
-        settings = retarget_settings(args.retarget)
+        settings = _hardware_settings(flags.source, args.retarget, "--retarget")
         old = checking.decide(replace(flags.source, overrides=tuple(args.set)))
         known = {} if args.set or args.profile else planning.figures_of_lock(flags.path, old)
         args.set = [*args.set, *settings]
@@ -154,6 +156,28 @@ def _plan(args: argparse.Namespace) -> int:
         more["what_if"], text = _what_if(flags, decision)
         lines += text
     return _print_plan(flags, decision, more, lines, is_interrupted=is_stopped())
+
+
+def _hardware_settings(source: Source, words: str, flag: str) -> list[str]:
+    """Return the statements that make a flag's changes to the hardware.
+
+    Raises:
+        SpecError: The plan cannot be read, or not with these changes: the problem is the flag's.
+    """
+    from meshplan.api.retargeting import retarget_settings
+
+    _ = source.spec
+    settings = retarget_settings(words, flag)
+    try:
+        _ = source.with_overrides(settings).spec
+    except SpecError as error:
+        raise SpecError(
+            replace(each, origin=replace(each.origin, file=flag))
+            if each.origin is not None and each.origin.file == "--set"
+            else each
+            for each in error.problems
+        ) from None
+    return settings
 
 
 def _what_if(flags: _PlanFlags, decision: Decision) -> tuple[list[dict[str, Any]], list[str]]:
@@ -252,9 +276,10 @@ def _print_trouble(
         result, is_whole = no_space_to_json(found), True
         lines = no_space_to_text(found, flags.path)
     else:
-        colour = colours(args)
         result, is_whole = decision_to_json(found), found.is_whole
-        lines = decision_to_text(found, flags.path, colour=colour)
+        # Who pressed Ctrl-C did not ask for all that was not searched.
+        told = replace(found, rejected=()) if is_stopped() else found
+        lines = decision_to_text(told, flags.path, colour=colours(args))
     trouble = None
     # Only a complete search proves that nothing fits.
     if is_whole and not isinstance(found, UnsearchedError):
@@ -326,7 +351,7 @@ def _print_plan(
     if failure is not None:
         print_error(str(failure))
         return COULD_NOT
-    if target is not None:
+    if target is not None and changes != ():  # Else its content is as before.
         print_notes(args, [f"wrote {target}"])
     if is_interrupted:
         return INTERRUPTED
@@ -433,7 +458,7 @@ def _explain_memory(args: argparse.Namespace) -> int:
 
 def _calibrate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--out", metavar="PROFILE", default="profile.json", help="where to write the profile"
+        "-o", "--out", metavar="PROFILE", default="profile.json", help="where to write the profile"
     )
 
 

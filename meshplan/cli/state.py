@@ -28,7 +28,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to", metavar="PLAN|hf", help="with convert: a plan file, or hf for Hugging Face"
     )
-    parser.add_argument("--out", metavar="DIR", help="with convert: the folder to write to")
+    parser.add_argument("-o", "--out", metavar="DIR", help="with convert: the folder to write to")
     parser.add_argument("--step", metavar="N", type=int, help="with convert: the step to convert")
     model_flags(parser)
 

@@ -16,10 +16,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from meshplan.errors import PlanError, Problem
-from meshplan.layout.hardware import Cluster, devices, own_fact
+from meshplan.layout.hardware import Cluster, devices, own_fact, with_own_fact
 from meshplan.model.graph import ModelGraph
 from meshplan.shown import shown
-from meshplan.spec.spec import PROFILES, Spec
+from meshplan.spec.spec import PRECISION_WORDS, PROFILES, Spec
+from meshplan.spec.values import join
 
 _FILE: Final = Path(__file__).with_name("profiles.json")
 _EAGER: Final = "hf-eager"
@@ -310,8 +311,10 @@ def _unknown(cluster: Cluster, dtype: str) -> list[Problem]:
     """Return a problem for each speed of the device or its links that is not known."""
     device, out = cluster.device, []
     if dtype not in device.peak_flops:
-        known = ", ".join(device.peak_flops)
-        fix = f"set precision to one that computes in {known}" if known else ""
+        words = [word for word, of in PRECISION_WORDS.items() if of["param"] in device.peak_flops]
+        fix = f"set precision: {join(words)}" if words else ""
+        if words and (facts := with_own_fact(device, dtype)):
+            fix += f"; or write {facts}"
         others = ", ".join(name for name, d in devices().items() if dtype in d.peak_flops)
         what = f"{device.name} has no known {dtype} throughput"
         if fact := own_fact(device, dtype):

@@ -163,6 +163,20 @@ def own_fact(device: Device, figure: str) -> str:
     return keys.get(figure, "")
 
 
+def with_own_fact(device: Device, dtype: str) -> str:
+    """Return the key `gpu` with a listed device's facts and the missing speed of a dtype.
+
+    It is "" if the speed of this dtype cannot be stated.
+    """
+    keys = [key for key, known in _OWN_DTYPES.items() if known == dtype]
+    if not keys:
+        return ""
+    facts = [f"memory: {device.memory_bytes / _GIGA:g}GB", f"{keys[0]}: 181e12"]
+    if device.memory_bytes_per_s is not None:
+        facts.append(f"hbm: {device.memory_bytes_per_s / _GIGA:g}GB/s")
+    return f"gpu: {{{', '.join(facts)}}} with its {keys[0]} operations per second"
+
+
 def own_device(text: str, origin: Origin | None = None) -> Device:
     """Return a device that the table lacks, by its facts in one line.
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from meshplan.assign import Assignment, assign
+from meshplan.assign.base.cascade import Cascade
 from meshplan.assign.base.missing_axis import rules_without_axis
 from meshplan.assign.base.not_yet import not_yet
 from meshplan.errors import PlanError, Problem, UnstatedError
@@ -210,6 +211,12 @@ def make_plan(
     if problems:
         raise PlanError(problems)
     return Plan(spec=spec, graph=graph, assignment=assignment, accumulate=accumulate, micro=micro)
+
+
+def check_rules(spec: Spec, graph: ModelGraph) -> tuple[list[Problem], list[Problem]]:
+    """Return (problems, warnings) with the patterns of the rules, and with nothing else."""
+    cascade = Cascade(spec, graph)
+    return cascade.problems, cascade.partly_unmatched()
 
 
 def problems_without_model(spec: Spec) -> list[Problem]:

@@ -6,16 +6,56 @@ Which strategy fits which mesh is checked in `strategies`; the model is checked 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
-from meshplan.errors import Problem
+from meshplan.errors import Problem, SpecError
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.spec.spec import AUTO, MOST_MICROBATCHES, Spec
 
+_ASIDE: Final = frozenset(("gpu", "memory", "host_memory", "intra", "inter", "headroom"))
+"""Keys of `hardware` that do not say how many devices there are."""
 
-def disagreements(spec: Spec) -> list[Problem]:
-    """Return a problem for every pair of statements that cannot both hold."""
-    return [*_devices(spec), *_batch(spec)]
+
+class ContradictionError(SpecError):
+    """Every statement of the plan can be read, but some contradict one another.
+
+    Attributes:
+        spec: The plan.
+    """
+
+    def __init__(self, problems: Iterable[Problem], spec: Spec) -> None:
+        super().__init__(problems)
+        self.spec = spec
+
+    def __reduce__(self) -> tuple[type[SpecError], tuple[tuple[Problem, ...]]]:
+        return SpecError, (tuple(self.problems),)
+
+
+def disagreements(spec: Spec, wrong: Iterable[str] = ()) -> list[Problem]:
+    """Return a problem for every pair of statements that cannot both hold.
+
+    Args:
+        spec: The plan.
+        wrong: Dotted paths of mistakes. A section with one was read in part, so comparing it with
+            others would mislead.
+    """
+    keys = [re.split(r"[.\[]", path) for path in wrong]
+    sections = {key[0] for key in keys if key[0] != "hardware" or not set(key[1:2]) & _ASIDE}
+    return [
+        *_memory(spec),
+        *(_devices(spec) if not sections & {"hardware", "mesh"} else ()),
+        *(_batch(spec) if not sections & {"hardware", "mesh", "strategy", "batch"} else ()),
+    ]
+
+
+def _memory(spec: Spec) -> Iterator[Problem]:
+    """Yield a problem if a GPU and a size both state the memory of a device."""
+    hardware = spec.hardware
+    if hardware is not None and None not in (hardware.gpu, hardware.memory_bytes):
+        what = "'gpu' and 'memory' both state how much memory a device has"
+        yield Problem(what, spec.origin("hardware.memory"), "keep one of them")
 
 
 def _devices(spec: Spec) -> Iterator[Problem]:

@@ -202,10 +202,41 @@ def near(word: str, words: Iterable[str]) -> str | None:
 
     >>> near("colwize", ["colwise", "rowwise"]), near("banana", ["colwise", "rowwise"])
     ('colwise', None)
+    >>> near("gpus", ["gpu", "gpus_per_node"])
+    'gpus_per_node'
     """
     by_lower = {w.lower(): w for w in words}
+    longer = [w for w in by_lower if word and w.startswith(f"{word.lower()}_")]
+    if len(longer) == 1:
+        return by_lower[longer[0]]
     close = difflib.get_close_matches(word[:200].lower(), by_lower, n=1)
     return by_lower[close[0]] if close else None
+
+
+_NUMBERED: Final = re.compile(
+    r"([^{}]*)\{([0-9]+(?:\.\.[0-9]+)?(?:,[0-9]+(?:\.\.[0-9]+)?)*)\}([^{}]*)"
+)
+
+
+def numbers_without(glob: str, names: Iterable[str]) -> str:
+    """Return the numbers in a glob's only braces for which it matches no name; "" for none.
+
+    >>> numbers_without("h.{0..9}.mlp", ["h.0.mlp", "h.1.mlp"]), numbers_without("h.{0,1}", ["h.1"])
+    ('{2..9}', '{0}')
+    """
+    found = _NUMBERED.fullmatch(glob)
+    if found is None:
+        return ""
+    before, numbers, after = found.groups()
+    ranges = [
+        (low, high or low) for low, _, high in (n.partition("..") for n in numbers.split(","))
+    ]
+    wanted = {number for low, high in ranges for number in range(int(low), int(high) + 1)}
+    text = _regex(f"{before}\0{after}").replace("\0", "([0-9]+)")
+    form = _linear(text, glob) if glob.count("*") >= _SIMPLE else re.compile(text)
+    matches = (form.fullmatch(name) for name in names)
+    missing = wanted - {int(match[1]) for match in matches if match is not None}
+    return _numbers(missing) if missing else ""
 
 
 def _regex(glob: str) -> str:

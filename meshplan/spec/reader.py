@@ -37,7 +37,7 @@ from meshplan.spec.source import (
 )
 from meshplan.spec.spec import Spec
 from meshplan.spec.trust import PERSONS_WORDS, digest_of
-from meshplan.spec.values import Findings, PlanValue, quote, show
+from meshplan.spec.values import Findings, PlanValue, missing_space, quote, show
 
 _BEGIN: Final = "begin with version: 1"
 _MOST_PARSED, _LONG = 128, 1 << 14
@@ -366,6 +366,9 @@ def _star(text: str, index: int) -> tuple[str, str]:
     return "a string that begins with '*' must be in quotes", f'write "{word}"'
 
 
+_SPACELESS: Final = re.compile(r"\s*(?:- +)?(\w+):[^\s/]")
+
+
 def _syntax(error: yaml.MarkedYAMLError, text: str, bracket: Any) -> tuple[str, str, Any]:
     """Return (what is wrong, fix, mark of the place) for a text that is not valid yaml.
 
@@ -384,6 +387,14 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, bracket: Any) -> tuple[str, 
         return "a tab is used where YAML allows only spaces", "indent with spaces", mark
     if "cannot start any token" in problem:
         return f"no value can begin with {char!r}", "put the text in quotes", mark
+    if "mapping values are not allowed" in problem or "could not find expected ':'" in problem:
+        lines = text.splitlines()
+        for line in (start.line, mark.line - 1):
+            found = _SPACELESS.match(lines[line]) if 0 <= line < len(lines) else None
+            if found:
+                where = yaml.Mark("", 0, line, found.start(1), None, 0)
+                what = f"the key '{found[1]}' and its value are read as one text"
+                return what, missing_space(found[1]), where
     if "mapping values are not allowed" in problem:
         fix = "indent the line like the one above, or put a string that contains ': ' in quotes"
         return "this ':' is not allowed here", fix, mark

@@ -16,7 +16,7 @@ from meshplan.layout.hardware import OWN_FACTS, devices, find_device, names_patt
 from meshplan.layout.mesh import AXES
 from meshplan.layout.optimizers import SHAPED_STATES
 from meshplan.layout.schedules import SCHEDULES
-from meshplan.spec.contradictions import disagreements
+from meshplan.spec.contradictions import ContradictionError, disagreements
 from meshplan.spec.rules import (
     RULE_FORM,
     RULE_KEYS,
@@ -80,7 +80,9 @@ _MAX_DEVICES: Final = 10**6
 _count, _steps = integer(1, AUTO, high=MOST_MICROBATCHES), integer(1, high=MOST_MICROBATCHES)
 Mesh = Mapping[str, Any] | tuple[int, ...] | str
 _size = integer(1, high=_MAX_DEVICES)
-_positive = number(lambda x: x > 0, "a number above 0", exclusiveMinimum=0)
+_positive = number(
+    lambda x: x > 0, "a number above 0", "write 1.0, or leave the key out", exclusiveMinimum=0
+)
 
 
 @decoder({"const": VERSION})
@@ -133,6 +135,11 @@ def _gpu(value: PlanValue, found: Findings) -> str | None:
         if not got or len(found.problems) > num_before:
             return None
         name = ",".join(f"{key}={value.data[key].text}" for key in got)
+    elif isinstance(value.data, int) and (
+        names := [each for each in devices() if value.text in each.split("-")]
+    ):
+        found.add(value, f"{show(value)} is a number, not a name", f"write {join(names)}")
+        return None
     else:
         name = text("the name of a GPU, or {memory: 48GB, bf16: 181e12}")(value, found)
     try:
@@ -151,9 +158,10 @@ _HARDWARE: Final[Mapping[str, Decoder]] = {
     "intra": measured(parse_bandwidth),
     "inter": measured(parse_bandwidth),
     "headroom": number(
-        lambda x: 0 <= x < 1, "a fraction of at least 0 and below 1", minimum=0, exclusiveMaximum=1
+        lambda x: 0 <= x < 1, "a fraction of at least 0 and below 1", "write something like 0.1",
+        minimum=0, exclusiveMaximum=1,
     ),
-}
+}  # fmt: skip
 _HARDWARE_NAMES: Final = {
     "memory": "memory_bytes",
     "host_memory": "host_memory_bytes",
@@ -175,9 +183,6 @@ def _hardware(value: PlanValue, found: Findings) -> HardwareSpec | None:
     got = section(value, found, _HARDWARE, example, required=required)
     if got is None:
         return None
-    if "gpu" in got and "memory" in got:
-        what = "'gpu' and 'memory' both state how much memory a device has"
-        found.add(value.data["memory"], what, "keep one of them")
     if "gpus_per_node" not in got:
         return None
     return HardwareSpec(**{_HARDWARE_NAMES.get(key, key): what for key, what in got.items()})
@@ -351,9 +356,10 @@ def _context(value: PlanValue, found: Findings) -> Context | None:
 
 _EXPERTS: Final[Mapping[str, Decoder]] = {
     "capacity": number(
-        lambda x: x >= 1, "a number of at least 1: a multiple of an even share", minimum=1
+        lambda x: x >= 1, "a number of at least 1: a multiple of an even share",
+        "write something like 1.5", minimum=1,
     ),
-}
+}  # fmt: skip
 
 
 @decoder(mapping_form(_EXPERTS))
@@ -464,7 +470,8 @@ def read_spec(
 ) -> Spec | None:
     """Return the `Spec` that a plan's values declare; None if the plan is not a mapping.
 
-    Problems are added to `found`; the returned `Spec` is complete only if there are none.
+    Problems are added to `found`; the returned `Spec` is complete only if there are none. If there
+    are none but contradictions, a ContradictionError with the whole `Spec` is raised.
 
     Args:
         value: The whole plan.
@@ -478,8 +485,8 @@ def read_spec(
     if got is None:
         return None
     spec = Spec(**got, origins=origins, source=source)
-    # A section with a mistake was read in part, so comparing it with others would mislead.
-    wrong = {re.split(r"[.\[]", p.origin.path)[0] for p in found.problems if p.origin}
-    if not wrong & {"hardware", "mesh", "strategy", "batch"}:
-        found.problems += disagreements(spec)
+    problems = disagreements(spec, [p.origin.path for p in found.problems if p.origin])
+    if problems and not found.problems:
+        raise ContradictionError(problems, spec)
+    found.problems += problems
     return spec

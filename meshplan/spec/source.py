@@ -100,7 +100,8 @@ def _sibling(name: str) -> str:
         names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_file())
     except OSError:
         return f"there is no directory {quote(str(path.parent))} either"
-    close = near(path.name, names[:1000])
+    alike = [name for name in names[:1000] if near(path.stem, [Path(name).stem])]
+    close = near(path.name, alike)  # The same ending alone would make any two names similar.
     return f"did you mean '{path.with_name(close)}'?" if close else "give the path of a plan file"
 
 

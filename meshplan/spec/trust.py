@@ -122,10 +122,13 @@ def _record_of(origin: Origin) -> Path:
 def as_code_name(text: str) -> str:
     """Return "pkg.mod:name" for a function that is named by its file, "pkg/mod.py:name".
 
+    A file outside the working directory has no such name, and its text is returned as it is.
+
     >>> as_code_name("models/net.py:build"), as_code_name("models.net:build")
     ('models.net:build', 'models.net:build')
     """
     file, colon, name = text.partition(":")
-    if not file.endswith(".py") or os.path.isabs(file):
+    path = os.path.relpath(file) if os.path.isabs(file) else os.path.normpath(file)
+    if not file.endswith(".py") or path.startswith(os.pardir + os.sep):
         return text
-    return os.path.normpath(file).removesuffix(".py").replace(os.sep, ".") + colon + name
+    return path.removesuffix(".py").replace(os.sep, ".") + colon + name

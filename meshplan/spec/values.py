@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.spec.match import near
-from meshplan.units import FORMS, any_case
+from meshplan.units import FORMS, any_case, parse_bytes, parse_memory
 
 _MAX_PROBLEMS: Final = 100
 """Number of problems after which reading stops: searching suggestions for more takes too long."""
@@ -165,9 +165,17 @@ def join(words: Iterable[str], last: str = "or") -> str:
     return f"{', '.join(first)} {last} {end}" if first else end
 
 
+def missing_space(key: str) -> str:
+    """Return the fix for `key:value`, which YAML reads as one text."""
+    return f"put a space after '{key}:'"
+
+
 def did_you_mean(word: str, words: Iterable[str], otherwise: str = "") -> str:
     """Return a fix that names the most similar word, else `otherwise`."""
-    close = near(word, words)
+    name, colon, _ = word.partition(":")
+    close = near(name, words)
+    if colon and name == close:
+        return missing_space(name)
     return f"did you mean '{close}'?" if close else otherwise
 
 
@@ -201,12 +209,11 @@ def section(
         if key not in fields and child.is_broken:
             continue
         if key not in fields:
-            close = near(key, fields)
-            fix = (homes or {}).get(key) or (
-                f"did you mean '{close}'?" if close else f"the valid keys are {', '.join(fields)}"
+            fix = (homes or {}).get(key) or did_you_mean(
+                key, fields, f"the valid keys are {', '.join(fields)}"
             )
             found.add(child.key or child.origin, "unknown key", fix)
-            missing.pop(close or "", None)
+            missing.pop(near(key.partition(":")[0], fields) or "", None)
             continue
         if child.is_broken or child.data is not None:
             missing.pop(key, None)
@@ -268,22 +275,26 @@ def integer(low: int = 1, *words: str, high: int = 10**9) -> Decoder:
     return Decoder(decode, any_of(whole, words_form(*words)) if words else whole)
 
 
-def number(accepts: Callable[[float], bool], wanted: str, **bounds: float) -> Decoder:
+def number(accepts: Callable[[float], bool], wanted: str, fix: str, **bounds: float) -> Decoder:
     """Return a decoder for a finite number for which `accepts` is true.
 
     Args:
         accepts: Returns True for the numbers that are valid.
         wanted: These numbers in words.
-        bounds: The same as keywords of JSON Schema.
+        fix: The fix for any other value.
+        bounds: The valid numbers as keywords of JSON Schema.
     """
 
     def decode(value: PlanValue, found: Findings) -> float | None:
         if _is_number(value.data) and accepts(value.data):
             return float(value.data)
-        found.add(value, f"{show(value)} is not {wanted}", _unquote(value))
+        found.add(value, f"{show(value)} is not {wanted}", _unquote(value) or fix)
         return None
 
     return Decoder(decode, {"type": "number", **bounds})
+
+
+_HALF_A_UNIT: Final = re.compile(r"\d\s*[KMGT]$")
 
 
 def measured(parse: Callable[[str], Any]) -> Decoder:
@@ -297,7 +308,9 @@ def measured(parse: Callable[[str], Any]) -> Decoder:
         try:
             return parse(value.text)
         except ValueError as error:
-            found.add(value, str(error))
+            is_unit = parse in (parse_memory, parse_bytes) and _HALF_A_UNIT.search(value.text)
+            fix = f"write {value.text}iB or {value.text}B" if is_unit else ""
+            found.add(value, str(error), fix)
             return None
 
     return Decoder(decode, any_of(bare, {"type": "string", "pattern": regex}))

@@ -21,7 +21,7 @@ from meshplan.spec.spec import AUTO, Spec
 from meshplan.spec.strategies import resolve_mesh
 from meshplan.textbook.formulas import LORA
 from meshplan.textbook.lora import count_adapters, read_adapters
-from meshplan.units import parse_count, parse_memory
+from meshplan.units import format_count, format_gib, parse_count, parse_memory
 
 _PATHS: Final[Mapping[str, str]] = {
     "params": "model",
@@ -246,17 +246,60 @@ def _merge(
     for name in _PATHS:
         if name in stated and name in planned and stated[name] != planned[name]:
             flag = {"params": "config", "memory": "gpu"}.get(name, name)
-            where = spec.origin(_PATHS[name])
-            problems.append(
-                Problem(
-                    f"{stated[name]:,} differs from {planned[name]:,} in {where}",
-                    Origin(f"--{flag if flags.get(flag) is not None else name}"),
-                    "remove the flag, or change the plan with --set",
-                )
+            flag = flag if flags.get(flag) is not None else name
+            path = _PATHS[name]
+            if name == "memory" and spec.hardware is not None:
+                path += ".gpu" if spec.hardware.memory_bytes is None else ".memory"
+            form: Callable[[int], str] = {"params": format_count, "memory": format_gib}.get(
+                name, "{:,}".format
             )
+            if form(stated[name]) == form(planned[name]):
+                form = "{:,}".format
+            one, other = form(stated[name]), form(planned[name])
+            if flag == "gpu":
+                one = f"{find_device(flags['gpu']).name} ({one})"
+            if path == "hardware.gpu" and spec.hardware is not None:
+                other = f"{spec.hardware.gpu} ({other})"
+            what = f"{one} differs from {other} in {spec.origin(path)}"
+            fix = _remedy(flag, path, stated, planned, spec, flags)
+            problems.append(Problem(what, Origin(f"--{flag}"), fix))
     if problems:
         raise SpecError(problems)
     return stated | planned
+
+
+def _remedy(
+    flag: str,
+    path: str,
+    stated: Mapping[str, int],
+    planned: Mapping[str, int],
+    spec: Spec,
+    flags: Mapping[str, Any],
+) -> str:
+    """Return the statements that have the effect of a flag which the plan contradicts.
+
+    Args:
+        flag: Name of the flag.
+        path: Path of the plan's value.
+        stated, planned, spec, flags: As for `_merge`.
+    """
+    statements = []
+    if flag in ("gpu", "memory"):
+        name = find_device(flags[flag]).name if flag == "gpu" else flags[flag]
+        if path != f"hardware.{flag}":  # The plan may state only one of the two.
+            statements.append(f"{path}=null")
+        statements.append(f"hardware.{flag}={name}")
+    elif flag == "gpus":
+        per_node, rest = divmod(stated["gpus"], stated.get("nodes", planned["nodes"]))
+        statements += [] if rest else [f"hardware.gpus_per_node={per_node}"]
+    elif flag == "nodes":
+        statements.append(f"hardware.nodes={stated['nodes']}")
+    elif flag == "params" and spec.model is not None and spec.model.params is not None:
+        statements.append(f"model.params={flags['params']}")
+    if not statements:
+        return f"remove --{flag}"
+    words = " ".join(f"--set {each}" for each in statements)
+    return f"remove --{flag}, or write {words} instead"
 
 
 def _check_nodes(facts: Mapping[str, int]) -> None:

@@ -152,8 +152,8 @@ def test_fused_projections_are_not_cut_across() -> None:
             TP,
             [],
             "mesh.tp: the tp axis of size 2 shards nothing: no rule places a module on tp\n"
-            "    fix: add rules such as {match: 'layers.*.attn.wq', place: {tp: colwise}}, or "
-            "remove tp from the mesh",
+            "    fix: set tp_plan: auto, or add rules such as {match: 'layers.*.attn.wq', place: "
+            "{tp: colwise}}, or remove tp from the mesh",
         ),
         (
             TP,

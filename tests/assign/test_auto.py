@@ -132,6 +132,7 @@ def test_what_is_cut_trains_as_one_process(pool, kind):
 WHOLE = {
     "ReturnsWeights": "the model returns a value that would be sharded",
     "TalkingHeads": "on one rank of tp, blocks.0 would not run the operations of one process",
+    "DividesWidth": ": write -1 in place of self.num_heads, the size in one process",
     "FixedSlopes": "it shares a dim with the buffer blocks.0.slopes, which is not sharded",
     "CountedSlopes": "it shares a dim with a constant",
     "CountedScale": "div: gets 1.414",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -158,12 +159,17 @@ FOUND = "modules are imported from the installed packages or the working directo
         (
             "no_{}:f",
             "",
-            "importing 'no_{}' raised ModuleNotFoundError: No module named 'no_{}'",
-            FOUND,
+            "there is no no_{}.py in the working directory, nor a package 'no_{}'",
+            "run the command in the folder of the module, or add this folder to PYTHONPATH",
         ),
+        ("./{}.py:f", "import no_such", "importing '{}' raised ModuleNotFoundError: No module "
+         "named 'no_such' {place}:1", FOUND),
+        ("{}:f", "pass\ndef f(:\n  pass",
+         "importing '{}' raised SyntaxError: invalid syntax {place}:2", ""),
+        (f"{os.pardir}/no_{{}}.py:f", "", f"there is no file {os.pardir}/no_{{}}.py", ""),
         ("{}:f", "1 / 0",
-         "importing '{}' raised ZeroDivisionError: division by zero {place}:1", FOUND),
-        ("{}:f", "raise SystemExit", "importing '{}' raised SystemExit {place}:1", FOUND),
+         "importing '{}' raised ZeroDivisionError: division by zero {place}:1", ""),
+        ("{}:f", "raise SystemExit", "importing '{}' raised SystemExit {place}:1", ""),
         ("{}:f", "", "'{}' has no 'f'", "name a function of {}"),
         ("{}:f", "f = 3", "'{}:f' is int, which cannot be called",
          "name a function that returns the model"),
@@ -188,8 +194,71 @@ def test_a_model_that_cannot_be_made(
     assert main(["check", "-f", path, "--model", entry.format(name)]) == 2
     what = what.replace("{place}", f"({module}").format(name, name)
     what += ")" if str(module) in what else ""
-    expected = f"meshplan: 1 problem\n--model: {what}\n    fix: {fix.format(name)}\n"
+    expected = f"meshplan: 1 problem\n--model: {what}\n"
+    expected += f"    fix: {fix.format(name)}\n" if fix else ""
     assert capsys.readouterr() == ("", expected)
+
+
+def test_a_model_of_another_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "abroad.py").write_text("import torch\nnet = torch.nn.Linear(8, 8)\n")
+    path = plan_file(tmp_path, "mesh: {dp_shard: 4}")
+    monkeypatch.chdir(tmp_path / "here")
+    for folder in (os.pardir, str(tmp_path)):
+        file = f"{folder}/abroad.py"
+        assert main(["check", "-f", path, "--model", f"{file}:net"]) == 2
+        assert capsys.readouterr().err == (
+            f"meshplan: 1 problem\n--model: {file} is not in the working directory\n"
+            f"    fix: run the command in {folder}, or write PYTHONPATH={folder} before it and "
+            "name the function as abroad:net\n"
+        )
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "-f", path, "--model", f"{tmp_path}/abroad.py:net"]) == 0
+
+
+def test_contradictions_and_rules_are_told_in_one_round(tmp_path, capsys):
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "version: 1\nmodel: {entry: meshplan.runtime.demo_model:build}\n"
+        "hardware: {gpus_per_node: 8, gpu: h100-sxm-80gb, memory: 80GB}\n"
+        "mesh: {dp_shard: 4, tp: 3}\nbatch: {micro: 3, global: 16, accumulate: 1}\n"
+        "rules: [{match: layers.*.atn, place: replicate}]\n"
+    )
+    assert main(["check", "-f", str(path)]) == 2
+    told = capsys.readouterr().err
+    for what in (
+        "hardware.memory: 'gpu' and 'memory' both state",
+        "mesh: dp_shard 4 x tp 3 = 12 devices, but hardware has 1 x 8 = 8",
+        "batch.global: 16 is not micro 3 x accumulate 1 x 4 data ranks = 12",
+        "rules[0].match: 'layers.*.atn' matches no module",
+    ):
+        assert what in told
+    assert "meshplan: 4 problems\n" in told
+
+
+def test_a_mistake_in_a_section_does_not_hide_others(tmp_path, capsys):
+    wrong = "hardware: {gpus_per_node: 8, gpu: nothing}\nmesh: {dp_shard: 4}"
+    assert main(["check", "-f", plan_file(tmp_path, wrong)]) == 2
+    told = capsys.readouterr().err
+    assert "gpu 'nothing' is not in the hardware table" in told
+    assert "dp_shard 4 = 4 devices, but hardware has 1 x 8 = 8" in told
+    nodes = "hardware: {node: 2, gpus_per_node: 8}\nmesh: {dp_shard: 16}"
+    assert main(["check", "-f", plan_file(tmp_path, nodes)]) == 2
+    assert "meshplan: 1 problem\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("match", "missing"),
+    [("layers.{0..9}", "{4..9}"), ("layers.{2,7}.attn", "{7}"), ("layers.{0..3}", "")],
+)
+def test_numbers_of_a_pattern_that_match_nothing_are_told(tmp_path, capsys, match, missing):
+    model = "model: {entry: meshplan.runtime.demo_model:build}\nmesh: {dp_shard: 2}\n"
+    for more in ("", ", optional: true"):
+        rule = f'rules: [{{match: "{match}", place: replicate{more}}}]'
+        assert main(["check", "-f", plan_file(tmp_path, model + rule)]) == 0
+        told = capsys.readouterr().out
+        warning = f"'{match}' matches no module of ByteLlama for the numbers {missing}\n"
+        assert (warning in told) == (bool(missing) and not more)
 
 
 def test_what_a_model_prints_does_not_break_json(tmp_path, monkeypatch, capsys):

@@ -46,13 +46,13 @@ def test_help_version_and_no_verb(capsys):
     assert not err
 
 
-def test_interrupted_quietly(capsys, monkeypatch):
+def test_interrupted_in_one_line(capsys, monkeypatch):
     def interrupt(**_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("meshplan.api.checking.estimate_states", interrupt)
     assert main(["estimate", "--params", "3e9", "--gpus", "8"]) == 130
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", "meshplan: interrupted\n")
 
 
 def _python(*words: str) -> subprocess.CompletedProcess[str]:

@@ -95,7 +95,7 @@ def test_ctrl_c_ends_everything_quietly():
         assert len(processes_of(demo.pid)) >= 10
         os.killpg(demo.pid, signal.SIGINT)
         _, err = demo.communicate(timeout=20)
-        assert (demo.returncode, err) == (130, "")
+        assert (demo.returncode, err) == (130, "meshplan: interrupted\n")
         deadline = time.monotonic() + 5
         while processes_of(demo.pid) and time.monotonic() < deadline:
             time.sleep(0.1)

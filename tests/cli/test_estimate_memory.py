@@ -264,7 +264,7 @@ def test_an_interrupt_ends_everything(tmp_path):
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, "", "")
+    assert (process.returncode, out, err) == (130, "", "meshplan: interrupted\n")
     for _ in range(600):  # The fork server goes when it notices that its parent has.
         if not is_alive(process.pid):
             return

@@ -101,9 +101,7 @@ def test_a_model_is_written_for_transformers(states, tmp_path, capsys):
 
     path, before = states
     out = tmp_path / "out"
-    assert (
-        main(["state", "convert", str(path), "--to", "hf", "--out", str(out), "--step", "2"]) == 0
-    )
+    assert main(["state", "convert", str(path), "--to", "hf", "-o", str(out), "--step", "2"]) == 0
     tensors = load_file(out / "model.safetensors")
     numbers = merged(before)
     assert tensors.keys() == {name for name in numbers if "/" not in name and name != "rates"}

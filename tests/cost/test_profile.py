@@ -46,8 +46,10 @@ def test_a_datasheet_times_shares():
     [
         (replace(EIGHT, nodes=2), "bfloat16", r"between nodes.*\n.*inter: 50GB/s"),
         (replace(EIGHT, device=find_device("b200")), "float32",
-         r"no known float32 throughput\n.*computes in bfloat16, float16, float8"),
-        (replace(EIGHT, device=find_device("rtx-3090")), "bfloat16", "computes in float32"),
+         r"no known float32 throughput\n.*set precision: bf16-true, .*write gpu: {memory: 180GB, "
+         r"fp32: 181e12, hbm: 8000GB/s} with its fp32 operations per second"),
+        (replace(EIGHT, device=find_device("rtx-3090")), "bfloat16",
+         r"set precision: 32-true; or write gpu: {memory: 24GB, bf16: 181e12, hbm: 936"),
         (replace(EIGHT, device=Device(name="stated", memory_bytes=10**10)), "bfloat16",
          "set gpu in hardware:"),
         (replace(EIGHT, device=find_device("mi250x")), "bfloat16", r"of one node.*\n.*intra: 25GB"),

@@ -48,6 +48,13 @@ class Attention(nn.Module):
         return x + self.attend(x, x)[0]
 
 
+class DividesWidth(Attention):
+    """Computes the features of a head from the width of its input, and counts its heads."""
+
+    def split(self, x: Tensor, heads: int) -> Tensor:
+        return x.view(x.shape[0], x.shape[1], self.num_heads, WIDTH // heads).transpose(1, 2)
+
+
 class CrossAttention(Attention):
     """Keys and values come from elsewhere."""
 

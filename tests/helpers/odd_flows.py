@@ -16,6 +16,7 @@ from tests.helpers.odd_attention import (
     CountedScale,
     CountedSlopes,
     CrossAttention,
+    DividesWidth,
     FixedSlopes,
     Fused,
     LearnedSlopes,
@@ -65,7 +66,7 @@ BUILDERS: Final[Mapping[str, Callable[[], nn.Module]]] = {
             Attention, CrossAttention, OneKeyHead, ReturnsWeights, TalkingHeads, LearnedSlopes,
             FixedSlopes, CountedSlopes, CountedScale, CountedConstant, RelativeTable, Split, Mlp,
             NormInside, ScaleInside, GainInAndOut, GateOfOne, GateInAndOut, FusedGate,
-            InterleavedGate, TurnedFeatures,
+            InterleavedGate, TurnedFeatures, DividesWidth,
             Square, Parallel, Twice, TiedBackwards, TiedTwins, WritesInto, Chain,
         )
     },

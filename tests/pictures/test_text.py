@@ -18,6 +18,7 @@ from meshplan.pictures.main import facts_of
 from meshplan.pictures.plans.gantt import gantt
 from meshplan.planner.problem.request import cluster_of
 from meshplan.planner.tables.whole_plan import Costed
+from meshplan.render.base.text import PlainStream
 from meshplan.render.layouts.drawn import (
     gantt_lines,
     layout_lines,
@@ -93,6 +94,15 @@ def test_colour_only_adds_colour(what):
     assert [line.rstrip() for line in plain.splitlines()] == text_of(lines).splitlines()
 
 
+def test_colours_reach_the_terminal_and_control_characters_of_names_do_not():
+    """The command line's stream escapes whatever it is written."""
+    out = io.StringIO()
+    print_lines(
+        [[("bar", "black on cyan"), (" \x1b]0;title\x07", "")]], PlainStream(out), colour=True
+    )
+    assert out.getvalue() == "\x1b[30;46mbar\x1b[0m \\x1b]0;title\\x07\n"
+
+
 def test_the_command_line_prints_the_twin(capsys):
     flags = ["--set", "mesh={dp_shard: 16}", "--set", "strategy=full_shard", "--set",
              "batch.micro=1", "--set", "activation_checkpointing=none"]  # fmt: skip
@@ -100,6 +110,27 @@ def test_the_command_line_prints_the_twin(capsys):
     assert "16 different shards" in capsys.readouterr().out
     assert main(["draw", "-f", "plans/auto.yaml", *flags, "--what", "mesh", "--json"]) == 2
     assert "--json describes the file that was written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("colour", [False, True])
+@pytest.mark.parametrize("what", ["mesh", "layout", "memory", "gantt"])
+def test_a_narrow_terminal_has_narrow_drawings(what, colour, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = {"mesh": mesh_lines, "layout": layout_lines, "memory": memory_lines,
+             "gantt": gantt_lines}[what]  # fmt: skip
+    for plan in (llama(2), llama(4, **PIPED)):
+        out = io.StringIO()
+        print_lines(lines(facts_of(plan, what)), out, colour=colour)
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).splitlines()
+        assert max(map(len, map(str.rstrip, plain))) <= 60
+        if what == "mesh":
+            cells = " ".join(plain).partition("each cell")[0]
+            assert len(re.findall(r"\d+:\d+", cells)) == 16
+        rows = [line for line in plain if re.search(r"GiB: .* left$|in flight \d", line.rstrip())]
+        assert bool(rows) == (what in ("memory", "gantt"))
+        assert all(line.startswith(("  ranks ", "  pp ")) for line in rows), (
+            "drawn anew, not folded"
+        )
 
 
 @pytest.mark.parametrize("what", ["mesh", "layout", "memory", "gantt"])

@@ -8,6 +8,7 @@ import pytest
 
 from meshplan.api.planning import explain
 from meshplan.cli.app import main
+from meshplan.errors import SpecError
 from meshplan.planner.lock.lock import lock_path
 from tests.planner.test_planner import LLAMA, PLAN, job
 from tests.planner.test_words import measured
@@ -46,6 +47,14 @@ def test_a_question_that_is_none_is_told_how_to_ask(job, capsys, words, what, fi
     assert "meshplan: 1 problem\n" in problem
     assert what in problem
     assert fix in told
+
+
+def test_a_question_may_be_one_text(job):
+    path = job()
+    words = ("why-not", "mesh.tp = 2")
+    assert repr(explain(path, " ".join(words))) == repr(explain(path, words))
+    with pytest.raises(SpecError, match=r"'mesh\.tp' is not a question"):
+        explain(path, "mesh.tp")
 
 
 def test_spaces_around_a_value_do_no_harm(job):

@@ -58,6 +58,7 @@ def test_shares_add_up_to_the_step(job):
 def test_what_is_not_in_the_space_says_why(job):
     path = job()
     assert "8 devices do not divide by 3" in verdict(ask(path, "mesh.tp=3"))
+    assert "the 64 samples of a step do not divide by 3" in verdict(ask(path, "batch.micro=3"))
     a100 = PLAN["hardware"] | {"gpu": "a100-sxm-80gb"}  # Its kernels exchange heads only.
     assert "heads do not divide by it" in verdict(ask(job(hardware=a100), "mesh.cp=8"))
     path = job(mesh={"dp_shard": 8}, strategy=None)

@@ -208,6 +208,9 @@ def test_only_faster_variants_of_the_chosen_plan_are_shown(job):
     fast = replace(slow[0], seconds=0.99 * decision.chosen.seconds, stated={"batch.micro": 3})
     text = decision_to_text(replace(decision, alternatives=(fast, *slow[1:])), "plan.yaml")
     at = text.index("faster, but less simple")
+    barely = replace(slow[0], seconds=0.9996 * decision.chosen.seconds)
+    told = decision_to_text(replace(decision, alternatives=(barely, *slow[1:])), "plan.yaml")
+    assert "faster, but less simple" not in told
     assert text[at + 1].startswith("  -1.0%  ")
     assert text[at + 2] == ""
 

@@ -71,7 +71,7 @@ def test_what_is_no_file_is_neither_read_nor_replaced(job, capsys, kind):
     err = capsys.readouterr().err
     assert code == 2
     assert f"{target}: the lock cannot be written: this is a {kind}, not a file" in err
-    assert "fix: add -o FILE, in a folder" in err
+    assert "fix: give a path in an existing folder" in err
     assert target.is_dir() if kind == "folder" else target.is_char_device()
 
 
@@ -96,7 +96,7 @@ def test_a_lock_that_cannot_be_written_leaves_nothing_behind(job, capsys, monkey
 def test_a_folder_that_is_not_there_is_said(job, capsys):
     path = job(**TIGHT)
     assert main(["plan", "-f", str(path), "-q", "-o", "/nowhere/at/all.lock.yaml"]) == 2
-    assert "in a folder that exists" in capsys.readouterr().err
+    assert "give a path in an existing folder" in capsys.readouterr().err
 
 
 def test_what_is_planned_without_a_lock_is_what_plan_says(job, capsys):

@@ -189,6 +189,12 @@ def test_other_files_are_no_runs(job, tmp_path, capsys, content, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_missing_run_is_named(job, capsys):
+    assert main(["compare", "nothing.json", "-f", str(job(LLAMA, **WHOLE))]) == 2
+    told = capsys.readouterr().err
+    assert "\nnothing.json: there is no such file\n    fix: name the file that" in told
+
+
 def test_a_run_of_other_ranks_is_refused(compare, job, tmp_path, capsys):
     path, file = job(LLAMA, **WHOLE), tmp_path / "run.json"
     file.write_text(json.dumps(as_predicted(path) | {"ranks": 4}))

@@ -90,6 +90,10 @@ def test_every_verb_with_seconds_says_whose_they_are(job, capsys):
     ("flags", "says"),
     [
         (["--what-if", "colour=red"], "--what-if: 'colour=red' does not set a hardware field"),
+        (["-o", "none/l.yaml"], "none/l.yaml: the lock cannot be written: its folder does not"),
+        (["--what-if", "gpu=foo"], "\n--what-if: hardware.gpu: gpu 'foo' is not in the"),
+        (["--retarget", "gpu=foo"], "\n--retarget: hardware.gpu: gpu 'foo' is not in the"),
+        (["--what-if", "gpu=foo", "--set", "batch.x=1"], "\n--set: batch.x: unknown key"),
         (["--what-if", "gpu=rtx4090"], "did you mean 'rtx-4090-24gb'"),
         (["--what-if", "gpu=h200", "--tokens", "1e12", "--days", "3"], "leave --what-if out"),
     ],

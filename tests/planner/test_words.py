@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -42,6 +43,7 @@ def test_what_changed_since_the_last_lock(job, capsys):
     code, result, err = plan(capsys, path)
     assert (code, result["changed"]) == (0, [])
     assert "nothing changed since the last lock" in err
+    assert "wrote" not in err
     path = job(mesh={"dp_replicate": 2, "dp_shard": 4}, strategy=None)
     code, result, err = plan(capsys, path, "--dry-run")
     by_field = {each["field"]: each for each in result["changed"]}
@@ -119,12 +121,17 @@ def test_an_interrupt_gives_the_best_so_far(job, capsys, monkeypatch):
     assert main(["plan", "-f", str(path), "--dry-run", "-q"]) == 0
 
 
-def test_an_interrupt_before_any_answer_writes_nothing(job, capsys):
+def test_an_interrupt_before_any_answer_writes_nothing(job, capsys, monkeypatch):
     path = job()
     decision = search_plan(path, is_stopped=lambda: True)
     assert (decision.chosen, decision.is_whole, decision.is_interrupted) == (None, False, True)
     assert decision.gap == 1.0
     assert not lock_path(path).exists()
+    at_once = contextlib.nullcontext(lambda: True)
+    monkeypatch.setattr("meshplan.cli.planning.until_interrupted", lambda: at_once)
+    assert main(["plan", "-f", str(path), "-q"]) == 130
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{path}: interrupted before a plan was found")
 
 
 def test_time_that_is_up_after_an_answer_is_an_honest_no(job, capsys, monkeypatch):

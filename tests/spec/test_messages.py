@@ -79,6 +79,11 @@ def test_a_missing_file_names_its_neighbour(
     assert message_of("plna.yaml") == (
         "meshplan: 1 problem\nplna.yaml: there is no such file\n    fix: did you mean 'plan.yaml'?"
     )
+    Path("net.yaml").touch()
+    for missing in ("nothere.yaml", "exam.yaml"):
+        assert message_of(missing).endswith("fix: give the path of a plan file")
+    for missing in ("plan.yml", "plan"):
+        assert message_of(missing).endswith("fix: did you mean 'plan.yaml'?")
     assert message_of("plans/auto.yaml") == (
         "meshplan: 1 problem\n"
         "plans/auto.yaml: there is no such file\n"

@@ -282,13 +282,39 @@ def test_flags_and_plan_must_agree(run, plan):
     assert (code, out) == (2, "")
     assert err == (
         "meshplan: 3 problems\n"
-        f"--params: 1,000,000,000 differs from 3,000,000,000 in {path}:2:8: model\n"
-        "    fix: remove the flag, or change the plan with --set\n"
+        f"--params: 1.00 B differs from 3.00 B in {path}:2:8: model\n"
+        "    fix: remove --params, or write --set model.params=1e9 instead\n"
         f"--gpus: 16 differs from 8 in {path}:3:11: hardware\n"
-        "    fix: remove the flag, or change the plan with --set\n"
-        f"--gpu: 141,000,000,000 differs from 42,412,802,048 in {path}:3:11: hardware\n"
-        "    fix: remove the flag, or change the plan with --set\n"
+        "    fix: remove --gpus, or write --set hardware.gpus_per_node=8 instead\n"
+        "--gpu: h200-sxm-141gb (131.3 GiB) differs from a100-sxm-40gb (39.5 GiB) in "
+        f"{path}:3:45: hardware.gpu\n"
+        "    fix: remove --gpu, or write --set hardware.gpu=h200-sxm-141gb instead\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("flag", "states", "words", "statements"),
+    [
+        ("--memory 40GiB", "gpu: h200", "40.0 GiB differs from h200-sxm-141gb (131.3 GiB)",
+         "hardware.gpu=null hardware.memory=40GiB"),
+        ("--gpu h200", "memory: 40GiB", "h200-sxm-141gb (131.3 GiB) differs from 40.0 GiB",
+         "hardware.memory=null hardware.gpu=h200-sxm-141gb"),
+        ("--memory 40GB", "memory: 40000MB, nodes: 2", None, ""),
+        ("--memory 40000000001", "memory: 40GB", "40,000,000,001 differs from 40,000,000,000",
+         "hardware.memory=40000000001"),
+        ("--nodes 4", "memory: 40GiB, nodes: 2", "4 differs from 2", "hardware.nodes=4"),
+    ],
+)  # fmt: skip
+def test_the_fix_states_what_the_flag_does(run, plan, flag, states, words, statements):
+    path = plan(f"version: 1\nhardware: {{gpus_per_node: 8, {states}}}\n")
+    code, _, err = run(f"{flag} --params 3B", "-f", path)
+    assert code == (0 if words is None else 2)
+    if words is None:
+        return
+    assert f": {words} in {path}:" in err
+    overrides = [word for each in statements.split() for word in ("--set", each)]
+    assert f"or write {' '.join(overrides)} instead\n" in err
+    assert run("--params 3B", "-f", path, *overrides)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshplan.errors import Problem
 from meshplan.model.graph import ModelGraph, TensorInfo
-from meshplan.spec.match import compile_selector, nearest
+from meshplan.spec.match import compile_selector, nearest, numbers_without
 from meshplan.spec.spec import Rule, Spec
 
 _FIELDS = (
@@ -140,6 +140,26 @@ class Cascade:
                 f"did you mean '{near}'?" if near else "correct the pattern, or add optional: true",
             )
         )
+
+    def partly_unmatched(self) -> list[Problem]:
+        """Return a warning for each pattern of which some numbers match nothing."""
+        out = []
+        modules = [n for fqn, info in self._graph.modules.items() for n in (fqn, *info.aliases)]
+        for rule in self._spec.rules:
+            for number, selector in enumerate(rule.match):
+                if rule.optional or selector.kind != "glob":
+                    continue
+                if missing := numbers_without(selector.text, modules):
+                    many = f"[{number}]" if len(rule.match) > 1 else ""
+                    what = f"'{selector.text}' matches no module of {self._graph.name} for the "
+                    out.append(
+                        Problem(
+                            f"{what}numbers {missing}",
+                            self._spec.origin(f"rules[{rule.index}].match{many}"),
+                            "correct the range, or add optional: true",
+                        )
+                    )
+        return out
 
     def _ancestors(self, fqn: str) -> Iterator[str]:
         """Yield the module, then its enclosing modules outwards to the root, by first name."""

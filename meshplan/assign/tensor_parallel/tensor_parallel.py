@@ -26,6 +26,7 @@ from meshplan.layout.styles import (
     style_for,
 )
 from meshplan.model.graph import ModelGraph, ModuleInfo, TensorInfo
+from meshplan.spec.match import any_number
 from meshplan.spec.spec import AUTO, Spec
 
 _FIELD = "place.tp"
@@ -85,11 +86,19 @@ def assign_tp(
                 f"the tp axis of size {mesh.size('tp')} shards nothing: "
                 "no rule places a module on tp",
                 spec.origin("mesh.tp"),
-                "add rules such as {match: 'layers.*.attn.wq', place: {tp: colwise}}, "
-                "or remove tp from the mesh",
+                f"set tp_plan: auto{_first_rule(graph)}, or remove tp from the mesh",
             )
         )
     return out
+
+
+def _first_rule(graph: ModelGraph) -> str:
+    """Return ", or add rules such as …" with a linear layer of the blocks; "" if there is none."""
+    linear = [fqn for fqn, info in graph.modules.items() if info.kind == "linear"]
+    inside = [fqn for fqn in linear if fqn.startswith(tuple(f"{b}." for b in graph.blocks()))]
+    for fqn in (inside or linear)[:1]:
+        return f", or add rules such as {{match: '{any_number(fqn)}', place: {{tp: colwise}}}}"
+    return ""
 
 
 def _stated_preset(spec: Spec, statement: Stated) -> Preset:

@@ -170,7 +170,11 @@ def read_run(path: str | os.PathLike[str]) -> MeasuredRun:
         SpecError: The file cannot be read, or was not written by `meshplan.Run`.
     """
     origin = Origin(os.fspath(path))
-    data = read_bytes(path, _MOST_BYTES, "the run")
+    fix = "name the file that meshplan.Run wrote at the end of a run"
+    try:
+        data = read_bytes(path, _MOST_BYTES, "the run")
+    except FileNotFoundError:
+        raise SpecError(Problem("there is no such file", origin, fix)) from None
     try:
         content = json.loads(data)
         if content["format"] != FORMAT:
@@ -191,7 +195,6 @@ def read_run(path: str | os.PathLike[str]) -> MeasuredRun:
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"this is no run.json of {FORMAT}: {type(error).__name__}: {error}"
-        fix = "name the file that meshplan.Run wrote at the end of a run"
         raise SpecError(Problem(what, origin, fix)) from None
 
 

@@ -211,6 +211,11 @@ def no_mesh(free: Freedom, path: str, text: str) -> str:
         return f"{free.world} devices do not divide by {text}"
     if path.startswith("mesh.") and free.axes[path.partition(".")[2]] == (1,):
         return f"the plan's mesh has no {path.partition('.')[2]}, or states size 1"
+    samples, whose = free.global_, ""
+    if samples is None:
+        samples, whose = free.of_data_rank, " on one rank"
+    if path == "batch.micro" and samples % int(text):
+        return f"the {samples:,} samples of a step{whose} do not divide by {text}"
     return f"no configuration of {free.world:,} devices has {path}={text}"
 
 

@@ -31,7 +31,7 @@ from meshplan.spec.values import PlanValue, plain
 
 FORMAT: Final = 2
 _FIX: Final = "run meshplan plan again"
-_ELSEWHERE: Final = "add -o FILE, in a folder that exists and is writable"
+_ELSEWHERE: Final = "name another file with -o FILE, in a folder that exists and is writable"
 INSTEAD: Final = "give the plan file itself, or run meshplan plan again"
 """The fix in errors on a lock that the user named and that does not apply."""
 _HEADROOM: Final = 0.10

@@ -46,6 +46,7 @@ _STEERING: Final = re.compile(
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 )
 """Pattern of control characters of terminals and text direction, and of whole `paint` sequences."""
+_ANY_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def without_steering(text: str) -> str:
@@ -123,7 +124,7 @@ def folded(line: str, width: int) -> list[str]:
     """
     if _visible(line) <= width:
         return [line]
-    plain = _STEERING.sub("", line)
+    plain = _without_colours(line)
     starts = [gap.end() for gap in re.finditer(r"(?<=\S) {2,}", plain) if gap.end() <= width // 2]
     margin = len(plain) - len(plain.lstrip(" "))
     indent = " " * (starts[-1] if starts else min(margin + 2, width // 2))
@@ -147,7 +148,11 @@ def folded(line: str, width: int) -> list[str]:
 
 def _visible(text: str) -> int:
     """Return the number of characters without the escape sequences of colours."""
-    return len(_STEERING.sub("", text))
+    return len(_without_colours(text))
+
+
+def _without_colours(text: str) -> str:
+    return _STEERING.sub("", _ANY_COLOUR.sub("", text))
 
 
 def wrapped(text: str, indent: int = 0) -> list[str]:

@@ -6,6 +6,7 @@ Colours only repeat what the characters show, so that piped output loses no info
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from io import StringIO
 from typing import Final, TextIO
 
 from meshplan.pictures.base.palette import PASSES, Ink, ink_on, shard_ink
@@ -16,6 +17,7 @@ from meshplan.pictures.mesh.links import Links
 from meshplan.pictures.mesh.mesh_map import MeshMap, lane_in_words
 from meshplan.pictures.mesh.tensor import DimSlice, Face, TensorLayout, span_in_words
 from meshplan.pictures.plans.gantt import Gantt
+from meshplan.render.base.text import folded, terminal_width, without_steering
 from meshplan.units import format_count, format_gib
 
 Run = tuple[str, str]
@@ -23,6 +25,8 @@ Run = tuple[str, str]
 Line = Sequence[Run]
 
 _WIDE: Final = 64
+_NARROW: Final = 8
+"""Characters of a drawing in the narrowest terminal."""
 _LETTERS: Final = {
     "parameters": "P", "gradients": "G", "optimizer": "O", "buffers": "b", "inputs": "i",
     "gathered parameters": "g", "communication buffers": "c", "activations": "A",
@@ -32,37 +36,57 @@ _LETTERS: Final = {
 
 
 def print_lines(lines: Iterable[Line], stream: TextIO, *, colour: bool) -> None:
-    """Print the lines, in colour if `colour` is True."""
-    if not colour:
-        for line in lines:
-            print("".join(text for text, _ in line).rstrip(), file=stream)
-        return
+    """Print the lines, in colour if `colour` is True, folded to the terminal's width."""
+    width = terminal_width()
+    if colour:  # The stream of the command line escapes all colours but those of `paint`.
+        texts, stream = _coloured(lines), getattr(stream, "beneath", stream)
+    else:
+        texts = ["".join(text for text, _ in line).rstrip() for line in lines]
+    for text in texts:
+        for piece in [text] if width is None else folded(text, width):
+            print(piece, file=stream)
+
+
+def _coloured(lines: Iterable[Line]) -> list[str]:
+    """Return the lines with the escape sequences of their styles, and those of names escaped."""
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(file=stream, highlight=False, soft_wrap=True, force_terminal=True)
+    out = StringIO()
+    console = Console(file=out, highlight=False, soft_wrap=True, force_terminal=True)
     for line in lines:
-        console.print(Text.assemble(*((text, style) for text, style in line)))
+        runs = ((without_steering(text), style) for text, style in line)
+        console.print(Text.assemble(*runs))
+    return out.getvalue().splitlines()
+
+
+def _fitting(wide: int, beside: int) -> int:
+    """Return how wide to draw beside so many characters: `wide`, or less in a narrow terminal."""
+    width = terminal_width()
+    return wide if width is None else max(_NARROW, min(wide, width - beside))
 
 
 def mesh_lines(facts: MeshMap) -> list[Line]:
     """Return a row per node, with a cell per rank that shows its shard."""
     lines: list[Line] = [[(facts.title, "bold")], []]
-    wide = len(str(facts.num_ranks - 1))
-    shards = len(str(facts.num_shards - 1))
+    ranks, shards = len(str(facts.num_ranks - 1)), len(str(facts.num_shards - 1))
+    wide = ranks + shards + len(" : ") + 1
     for node in facts.nodes:
         if not node.tiles:
             lines.append([(f"  … {node.number:,} more {facts.noun}s", "dim")])
             continue
-        cells: list[Run] = [(f"  {facts.noun} {node.number:<6,}", "dim")]
-        for tile in node.tiles:
-            if tile is None:
-                cells.append((f" … {node.missing:,} more ", "dim"))
-                continue
-            text = f" {tile.rank:>{wide}}:{tile.shard:<{shards}} "
-            cells.append((text, _on(shard_ink(tile.shard, facts.num_shards))))
-            cells.append((" ", ""))
-        lines.append(cells)
+        head = f"  {facts.noun} {node.number:<6,}"
+        per_row = max(1, _fitting(wide * len(node.tiles), len(head)) // wide)
+        for first in range(0, len(node.tiles), per_row):
+            cells: list[Run] = [(head if not first else " " * len(head), "dim")]
+            for tile in node.tiles[first : first + per_row]:
+                if tile is None:
+                    cells.append((f" … {node.missing:,} more ", "dim"))
+                    continue
+                text = f" {tile.rank:>{ranks}}:{tile.shard:<{shards}} "
+                cells.append((text, _on(shard_ink(tile.shard, facts.num_shards))))
+                cells.append((" ", ""))
+            lines.append(cells)
     lines += [[], [("  each cell is rank:shard; equal shards hold the same parameters", "dim")]]
     return [*lines, *_links(facts.links, facts)]
 
@@ -82,36 +106,41 @@ def memory_lines(facts: MemoryBars) -> list[Line]:
     limit = facts.limit_bytes or 0
     most = max([limit, *(bar.high_bytes or bar.total_bytes for bar in facts.bars)]) or 1
     name_wide = max(len(bar.name) for bar in facts.bars)
+    texts = [f"  {format_gib(bar.total_bytes)}: {facts.verdict(bar)}" for bar in facts.bars]
+    wide = _fitting(_WIDE, len("    ") + name_wide + 1 + max(map(len, texts)))
     lines: list[Line] = [[(facts.title, "bold")], []]
-    for bar in facts.bars:
+    for bar, text in zip(facts.bars, texts, strict=True):
         cells: list[Run] = [(f"  {bar.name:<{name_wide}}  ", "")]
         at, drawn = 0, 0
         for name, size in bar.parts:
             at += size
-            count = round(at / most * _WIDE) - drawn
+            count = round(at / most * wide) - drawn
             drawn += count
             cells.append((_LETTERS[name] * count, _on(INKS[name])))
         if bar.high_bytes is not None:
-            more = round(bar.high_bytes / most * _WIDE) - drawn
+            more = round(bar.high_bytes / most * wide) - drawn
             cells.append(("-" * more, "dim"))
             drawn += more
         else:
             cells.append(("?" * 4, "dim"))
             drawn += 4
-        edge = round(limit / most * _WIDE)
+        edge = round(limit / most * wide)
         if limit and edge > drawn:
             cells.append((" " * (edge - drawn) + "|", ""))
             drawn = edge + 1
         is_over = facts.verdict(bar).startswith("OVER")
         style = "bold red" if is_over else "bold green" if bar.fits else "bold"
-        text = f"  {format_gib(bar.total_bytes)}: {facts.verdict(bar)}"
-        cells.append((" " * max(0, _WIDE + 1 - drawn) + text, style))
+        cells.append((" " * max(0, wide + 1 - drawn) + text, style))
         lines.append(cells)
-    key: list[Run] = [("  ", "")]
+    key: list[list[Run]] = [[("  ", "")]]
+    width = terminal_width()
     for name in used:
-        key += [(_LETTERS[name], _on(INKS[name])), (f" {name}  ", "")]
+        entry = [(_LETTERS[name], _on(INKS[name])), (f" {name}  ", "")]
+        if width is not None and len("".join(t for t, _ in (*key[-1], *entry)).rstrip()) > width:
+            key.append([("  ", "")])
+        key[-1] += entry
     end = "  - up to the upper end of the estimate" + ("; | the limit" if limit else "")
-    lines += [[], key, [(end if not facts.unknown else f"  ? unknown: {facts.unknown}", "dim")]]
+    lines += [[], *key, [(end if not facts.unknown else f"  ? unknown: {facts.unknown}", "dim")]]
     return lines
 
 
@@ -161,6 +190,7 @@ def _cell(face: Face, row: DimSlice | None, column: DimSlice | None) -> Run:
 def gantt_lines(facts: Gantt, wide: int = 96) -> list[Line]:
     """Return a row per rank, in which each of `wide` characters is an equal part of the step."""
     lines: list[Line] = [[(facts.title, "bold")], []]
+    wide = _fitting(wide, len("  ranks  ") + len(f"  in flight {max(facts.most_kept):,}"))
     rows: dict[int, list[str]] = {rank: ["."] * wide for rank in range(facts.ranks)}
     per = facts.step / wide
     for block in facts.blocks:

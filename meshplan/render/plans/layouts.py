@@ -12,7 +12,7 @@ from meshplan.render.base.text import columns, packed, wrapped
 from meshplan.units import format_gib, format_step
 
 KIND_WORDS: Final[Mapping[str, str]] = MappingProxyType(
-    {"tp": "tp", "pp": "pp", "hybrid": "hybrid", "data": "one data axis"}
+    {"tp": "tp", "pp": "pp", "hybrid": "hybrid", "data": "FSDP/DDP only"}
 )
 """{kind of layout: its name in a column}."""
 
@@ -80,7 +80,7 @@ def _head(same: Sequence[OtherLayout], chosen: Evaluated) -> tuple[str, ...]:
     assert evaluated is not None
     return (
         ", ".join(KIND_WORDS[each.kind] for each in same),
-        f"{evaluated.seconds / chosen.seconds - 1:+.1%}",
+        f"{evaluated.seconds / chosen.seconds - 1:+z.1%}",
         format_step(evaluated.seconds),
         format_gib(evaluated.memory.worst.band[1]),
     )

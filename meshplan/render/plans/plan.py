@@ -23,6 +23,8 @@ from meshplan.render.plans.robust import robustness_to_json, robustness_to_text
 from meshplan.units import format_gib, format_step
 
 _MOST_REJECTED = 12
+_LEAST_SHOWN = 0.0005
+"""The smallest share of a step that is not printed as 0.0%."""
 
 
 def shares_to_json(shares: Shares | None) -> dict[str, float] | None:
@@ -410,7 +412,8 @@ def _faster(decision: Decision, chosen: Evaluated) -> list[str]:
     faster = [
         evaluated
         for evaluated in decision.alternatives
-        if evaluated.seconds < chosen.seconds and str(evaluated.stated) not in listed
+        if evaluated.seconds < chosen.seconds * (1 - _LEAST_SHOWN)
+        and str(evaluated.stated) not in listed
     ]
     if not faster:
         return []

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -29,9 +30,8 @@ _ON_META = (
     "the function is called without arguments under torch.device('meta'), where tensors have "
     "shapes and no values: it must only build the model"
 )
-
-
 _FOUND = "modules are imported from the installed packages or the working directory"
+_ELSEWHERE = "run the command in the folder of the module, or add this folder to PYTHONPATH"
 
 
 def graph_of_entry(entry: str, origin: Origin) -> ModelGraph:
@@ -58,10 +58,11 @@ def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Mo
     if not (colon and module_name and name):
         what = f"'{entry}' does not name a function"
         raise SpecError(Problem(what, origin, "write it as pkg.mod:function"))
+    if module_name.endswith(".py") and os.sep in module_name:
+        raise SpecError(_outside(module_name, name, origin))
     path = contextlib.nullcontext() if entry in OWN_MODELS else _working_directory_last()
     with path:
-        with _as_spec_error(f"importing '{module_name}'", origin, _FOUND):
-            found: object = importlib.import_module(module_name)
+        found: object = _imported(module_name, origin)
         _check_place(module_name, origin)
         for part in name.split("."):
             if not hasattr(found, part):
@@ -86,6 +87,30 @@ def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Mo
     return found
 
 
+def _outside(file: str, name: str, origin: Origin) -> Problem:
+    """Say how to name a function of a file that is outside the working directory."""
+    if not os.path.isfile(file):
+        return Problem(f"there is no file {file}", origin)
+    folder, module = os.path.split(file.removesuffix(".py"))
+    what = f"{file} is not in the working directory"
+    fix = f"run the command in {folder}, or write PYTHONPATH={folder} before it and name the "
+    return Problem(what, origin, f"{fix}function as {module}:{name}")
+
+
+def _imported(module_name: str, origin: Origin) -> ModuleType:
+    """Import a module of the user; raise SpecError if it is not found or raises an error."""
+    try:
+        return importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        problem = _raised(f"importing '{module_name}'", error, origin, _FOUND if missing else "")
+        if missing and f"{module_name}.".startswith(f"{missing}."):  # No import of its own.
+            file = module_name.replace(".", os.sep)
+            what = f"there is no {file}.py in the working directory, nor a package '{module_name}'"
+            problem = Problem(what, origin, _ELSEWHERE)
+        raise SpecError(problem) from None
+
+
 @contextlib.contextmanager
 def _as_spec_error(doing: str, origin: Origin, fix: str) -> Iterator[None]:
     """Raise any exception of the user's code in the `with` block as a SpecError.
@@ -98,10 +123,15 @@ def _as_spec_error(doing: str, origin: Origin, fix: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        text = str(error).strip().partition("\n")[0]
-        name = type(error).__name__
-        what = f"{doing} raised {name}{': ' + text if text else ''}{_place(error)}"
-        raise SpecError(Problem(what, origin, fix)) from None
+        raise SpecError(_raised(doing, error, origin, fix)) from None
+
+
+def _raised(doing: str, error: BaseException, origin: Origin, fix: str) -> Problem:
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    text = text.strip().partition("\n")[0]
+    name = type(error).__name__
+    what = f"{doing} raised {name}{': ' + text if text else ''}{_place(error)}"
+    return Problem(what, origin, fix)
 
 
 def _place(error: BaseException) -> str:

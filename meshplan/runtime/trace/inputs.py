@@ -8,7 +8,7 @@ from torch import nn
 
 from meshplan.errors import PlanError, Problem, SpecError
 from meshplan.runtime.trace.constants import MOST_NUMBERS
-from meshplan.runtime.trace.sample import sample_inputs
+from meshplan.runtime.trace.sample import input_for, sample_inputs
 from meshplan.spec.spec import AUTO, Spec
 
 _SAMPLES: Final = 2
@@ -37,7 +37,6 @@ def find_example(model: nn.Module, spec: Spec, given: Any = None) -> Any:
                 f"the plan needs the data flow of {type(model).__name__}, but no input of the "
                 "model is stated",
                 spec.origin("tp_plan" if spec.tp_plan == AUTO else "mesh"),
-                "pass example_inputs to parallelize, or add to the plan: input: {shape: [2, 16], "
-                "dtype: int64}",
+                f"pass example_inputs to parallelize, or add to the plan: {input_for(model)}",
             )
         ) from error

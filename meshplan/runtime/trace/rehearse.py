@@ -21,7 +21,7 @@ from meshplan.runtime.trace.ops import OpRecorder, copy_to_run, record
 from meshplan.runtime.trace.side_effects import Trace, nothing_left
 from meshplan.runtime.trace.sp_boundary import with_argument
 from meshplan.runtime.trace.structure import graph_of
-from meshplan.runtime.trace.trace_errors import alone_problem
+from meshplan.runtime.trace.trace_errors import advice_of, alone_problem, place_of
 from meshplan.spec.spec import Spec
 
 
@@ -84,8 +84,11 @@ def _run_copy(model: nn.Module, inputs: Any, what: Rehearsal, trace: Trace) -> F
                 copied(*args, **kwargs)
         except Exception as error:  # The user's forward may raise anything on sharded shapes.
             first = (str(error).strip() or repr(error)).splitlines()[0]
+            text = f"{type(error).__name__}: {first}"
+            if advice := advice_of(error, what.size):
+                text += f" at {place_of(error)}: {advice}"
             module, num_ops = recorder.progress()
-            return Stopped(module=module, num_ops=num_ops, text=f"{type(error).__name__}: {first}")
+            return Stopped(module=module, num_ops=num_ops, text=text)
         return recorder.flow()
 
 

@@ -23,6 +23,11 @@ _EDGES: Final = {1: 1024, 2: 224, 3: 64}
 """Edge of a guessed input, by the number of dims that a convolution moves along."""
 TOKENS: Final = 16
 """Length of a sequence of tokens if the plan does not state one."""
+EXAMPLES: Final = (
+    f"input: {{shape: [2, {TOKENS}], dtype: int64}} for tokens, "
+    "{shape: [2, 3, 224, 224], dtype: float32} for images"
+)
+"""Values of the key `input` for most models."""
 
 
 def sample_inputs(
@@ -73,7 +78,7 @@ def sample_inputs(
     if _reads_tokens(model):
         return drawn((samples, tokens))
     what = f"the plan states no input for {type(model).__name__}, and none follows from the model"
-    fix = "add to the plan, with the samples along dim 0: input: {shape: [2, 16], dtype: fp32}"
+    fix = f"add to the plan, with the samples along dim 0: {input_for(model)}"
     raise SpecError(Problem(what, spec.origin("input"), fix))
 
 
@@ -113,6 +118,16 @@ def likely_shape(model: nn.Module) -> tuple[int, ...] | str | None:
     if isinstance(layer, nn.RNNBase):
         return (1, TOKENS, layer.input_size)
     return None
+
+
+def input_for(model: nn.Module) -> str:
+    """Return the `input` of a plan that the model's first layer suggests, or else examples."""
+    shape = likely_shape(model)
+    if shape is None:
+        return EXAMPLES
+    if isinstance(shape, str):
+        return f"input: {{shape: [2, {TOKENS}], dtype: int64}}"
+    return f"input: {{shape: {[2, *shape[1:]]}, dtype: float32}}"
 
 
 def check_size(spec: Spec) -> None:

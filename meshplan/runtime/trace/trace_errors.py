@@ -19,6 +19,7 @@ from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.torch_private.fakes import untraceable
 from meshplan.runtime.trace.advice import advice_at
 from meshplan.runtime.trace.bounds import UnknownShapeError
+from meshplan.runtime.trace.sample import EXAMPLES
 
 _WHY: Final = MappingProxyType(
     {
@@ -52,8 +53,7 @@ def refused(error: Exception, model: nn.Module, origin: Origin | None) -> PlanEr
 
 
 STATE_INPUT: Final = (
-    "state inputs that the model takes, or change those that are stated: input: {shape: [2, 16], "
-    "dtype: int64} for tokens, {shape: [2, 3, 224, 224], dtype: float32} for images"
+    f"state inputs that the model takes, or change those that are stated: {EXAMPLES}"
 )
 """Fix for a forward that fails on the inputs that the plan states, or that were assumed."""
 
@@ -153,12 +153,15 @@ def sharded_problem(
         f"with {use.axis}: {size}, {fqn} returns {local} features where one process returns "
         f"{whole}, but {place} assumes {whole}: {_first_line(error)}"
     )
-    found = _own_frame(error)
-    fix = (
-        advice_at(*found, size) if found else ""
-    ) or "read the size from the tensor there, such as x.shape[-1]"
+    fix = advice_of(error, size) or "read the size from the tensor there, such as x.shape[-1]"
     fix += f"; or replicate {fqn} and the modules that read its output along {use.axis}"
     return Problem(what, use.reason.origin or origin, fix)
+
+
+def advice_of(error: Exception, size: int) -> str:
+    """Return what to write in the user's line that raised on a shard of `size`; "" if unknown."""
+    found = _own_frame(error)
+    return advice_at(*found, size) if found else ""
 
 
 def _first_line(error: Exception) -> str:

@@ -102,8 +102,8 @@ REFUSALS: dict[str, tuple[Any, str, str]] = {
         "PlanError",
         "meshplan: 1 problem\n"
         "<mapping>: mesh.tp: the tp axis of size 2 shards nothing: no rule places a module on tp\n"
-        "    fix: add rules such as {match: 'layers.*.attn.wq', place: {tp: colwise}}, or remove "
-        "tp from the mesh",
+        "    fix: set tp_plan: auto, or add rules such as {match: 'layers.*.attn.wq', place: {tp: "
+        "colwise}}, or remove tp from the mesh",
     ),
     "an op that cannot be kept": (
         SHARD | {"activation_checkpointing": {"mode": "selective", "save": ["mmm"]}},

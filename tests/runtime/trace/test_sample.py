@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from meshplan.errors import MeshplanError
+from meshplan.runtime.trace.inputs import find_example
 from meshplan.runtime.trace.sample import sample_inputs
 from meshplan.spec.reader import load_spec
 from tests.helpers import models
@@ -48,6 +50,24 @@ def test_a_dtype_that_nobody_states_is_the_first_layers(
     assert sample_inputs(model, load_spec(given), 2, 0).dtype == dtype
     given["input"]["dtype"] = "bf16"
     assert sample_inputs(model, load_spec(given), 2, 0).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("first", "suggested"),
+    [
+        (nn.Conv2d(3, 8, 3), "input: {shape: [2, 3, 224, 224], dtype: float32}"),
+        (nn.Linear(12, 8), "input: {shape: [2, 12], dtype: float32}"),
+        (nn.LayerNorm(8), "input: {shape: [2, 16], dtype: int64} for tokens, {shape: [2, 3, 224, "),
+    ],
+)
+def test_an_input_that_nobody_states_is_suggested_by_the_first_layer(
+    first: nn.Module, suggested: str
+) -> None:
+    spec = load_spec({"version": 1, "mesh": {"tp": 2}})
+    for ask in (lambda: sample_inputs(first, spec, 2, 0), lambda: find_example(first, spec)):
+        with pytest.raises(MeshplanError) as caught:
+            ask()
+        assert f": {suggested}" in caught.value.problems[0].fix
 
 
 def test_a_vit_is_shown_pixels() -> None:
