@@ -89,7 +89,8 @@ def compute_seconds(tally: Tally, samples: Array | float, profile: Profile) -> A
     attention = tally.attention_flops / profile.attention_efficiency
     flops = samples * (others + attention) / profile.peak_flops
     read = (samples * tally.product_bytes + tally.weight_bytes) / profile.memory_bytes_per_s
-    return np.asarray(np.maximum(flops, read) + traffic_seconds(tally, samples, profile))
+    moved = samples * tally.moved_bytes / profile.memory_bytes_per_s
+    return np.asarray(tally.kernels * profile.kernel_s + np.maximum(flops, read) + moved)
 
 
 def traffic_seconds(tally: Tally, samples: Array | float, profile: Profile) -> Array:
