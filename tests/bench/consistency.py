@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshplan.cli.app import main as run
-from meshplan.planner.lock.lock import lock_path
+from meshplan.planner.lock.lock import lock_path, overrides
 
 LLAMA: Final[Mapping[str, Any]] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,
@@ -269,6 +269,7 @@ def examined(
         ask("no lock")
     if not has_plan:
         return (kind if code > 1 else "nothing fits"), found
+    found.extend(typed_in(path, got["result"]))
     code, got, _ = answer("plan", "-f", str(path))
     kind = "planned"
     ask("lock", {"plan": of_plan(got["result"], got["result"]["limit_bytes"])})
@@ -277,6 +278,20 @@ def examined(
         ask("another lock")
     lock_path(path).unlink()
     return kind, found
+
+
+def typed_in(path: Path, result: Mapping[str, Any]) -> Iterator[str]:
+    """What `plan` proposes and, once it is typed in, refuses or says something else of."""
+    for each in (result, *result["alternatives"], *result["other_layouts"]):
+        if not (chosen := each["chosen"]):
+            continue
+        sets = [word for line in overrides(chosen) for word in ("--set", line)]
+        code, got, err = answer("plan", "-f", str(path), "--dry-run", *sets)
+        again = got["result"] if code == 0 else {}
+        names = "step_s", "peak_bytes"
+        if any(not _same(again.get(name), each[name]) for name in names):
+            said = {name: (each[name], again.get(name)) for name in names}
+            yield f"typed in: {said} {err.strip()[:300]} {json.dumps(chosen)}"
 
 
 def _is_open(plan: Mapping[str, Any]) -> bool:

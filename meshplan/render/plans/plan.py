@@ -58,7 +58,8 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
         },
         "chosen": dict(chosen.stated) if chosen else None,
         "alternatives": [
-            evaluated_to_json(decision, evaluated) for evaluated in decision.alternatives
+            {**evaluated_to_json(decision, evaluated), "chosen": dict(evaluated.stated)}
+            for evaluated in decision.alternatives
         ],
         "other_layouts": other_layouts_to_json(decision, partial(evaluated_to_json, decision)),
         "robust": robustness_to_json(decision),
