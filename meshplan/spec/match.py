@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -214,7 +215,7 @@ def near(word: str, words: Iterable[str]) -> str | None:
 
 
 _NUMBERED: Final = re.compile(
-    r"([^{}]*)\{([0-9]+(?:\.\.[0-9]+)?(?:,[0-9]+(?:\.\.[0-9]+)?)*)\}([^{}]*)"
+    r"([^{}]*)\{({N}(?:\.\.{N})?(?:,{N}(?:\.\.{N})?)*)\}([^{}]*)".replace("{N}", "[0-9]{1,30}")
 )
 
 
@@ -223,20 +224,30 @@ def numbers_without(glob: str, names: Iterable[str]) -> str:
 
     >>> numbers_without("h.{0..9}.mlp", ["h.0.mlp", "h.1.mlp"]), numbers_without("h.{0,1}", ["h.1"])
     ('{2..9}', '{0}')
+    >>> numbers_without("h.{0..999999999999}", ["h.0", "h.7"])
+    '{1..6,8..999999999999}'
     """
     found = _NUMBERED.fullmatch(glob)
     if found is None:
         return ""
     before, numbers, after = found.groups()
-    ranges = [
-        (low, high or low) for low, _, high in (n.partition("..") for n in numbers.split(","))
-    ]
-    wanted = {number for low, high in ranges for number in range(int(low), int(high) + 1)}
-    text = _regex(f"{before}\0{after}").replace("\0", "([0-9]+)")
+    text = _regex(f"{before}\0{after}").replace("\0", "([0-9]{1,30})")
     form = _linear(text, glob) if glob.count("*") >= _SIMPLE else re.compile(text)
     matches = (form.fullmatch(name) for name in names)
-    missing = wanted - {int(match[1]) for match in matches if match is not None}
-    return _numbers(missing) if missing else ""
+    there = sorted({int(match[1]) for match in matches if match is not None})
+    # A range may have more numbers than fit into memory: go from one that is there to the next.
+    runs, begin = [], 0
+    ends = (each.partition("..") for each in numbers.split(","))
+    for low, high in sorted((int(first), int(last or first)) for first, _, last in ends):
+        begin = max(begin, low)
+        for number in there[bisect_left(there, begin) :]:
+            if number > high:
+                break
+            runs.append((begin, number - 1))
+            begin = number + 1
+        runs.append((begin, high))
+        begin = max(begin, high + 1)
+    return _in_braces((first, last) for first, last in runs if first <= last)
 
 
 def _regex(glob: str) -> str:
@@ -323,10 +334,16 @@ def _numbers(numbers: Iterable[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
+    return _in_braces((run[0], run[-1]) for run in runs)
+
+
+def _in_braces(runs: Iterable[tuple[int, int]]) -> str:
+    """Format (first, last) of runs of numbers as `{0..3,7}`; "" for none."""
     words: list[str] = []
-    for run in runs:
-        words += [f"{run[0]}..{run[-1]}"] if len(run) > 2 else map(str, run)
-    return "{" + ",".join(words) + "}"
+    for first, last in runs:
+        is_short = last - first < 2
+        words += map(str, range(first, last + 1)) if is_short else [f"{first}..{last}"]
+    return "{" + ",".join(words) + "}" if words else ""
 
 
 def _parts(glob: str) -> list[str]:
