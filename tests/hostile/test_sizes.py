@@ -121,10 +121,10 @@ def test_a_trace_of_a_step_that_has_no_end(job, capsys):
     # GPipe holds them all; of 1F1B few are traced, whatever their number.
     for schedule, code in (("1F1B", 0), ("GPipe", 2)):
         stages = {"schedule": schedule, "microbatches": 65_536}
-        plan = job(mesh={"pp": 8}, strategy=None, pipeline=stages,
+        plan = job(mesh={"pp": 2, "dp_replicate": 4}, strategy="ddp", pipeline=stages,
                    batch={"micro": 65_536, "seq_len": 1024})  # fmt: skip
         assert answered("estimate", "-f", str(plan), "--trace") == code
-    assert "--set pipeline.microbatches=32" in capsys.readouterr().err
+    assert "--set pipeline.microbatches=8" in capsys.readouterr().err
 
 
 def test_thousands_of_rules_that_match_nothing(job, capsys):
