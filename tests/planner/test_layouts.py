@@ -260,3 +260,15 @@ def test_the_stated_order_of_axes_is_kept_and_priced(job):
         assert chosen.seconds == pytest.approx(side_of("", chosen.plan).step_s.value)
         seconds[inner] = chosen.seconds
     assert seconds["tp"] < 0.8 * seconds["dp_shard"]
+
+
+def test_a_layout_without_a_data_axis_names_no_strategy(job):
+    """`check` refuses a strategy that has no data axis."""
+    hardware = {"nodes": 1, "gpus_per_node": 2, "gpu": "h100-sxm-80gb"}
+    batch = {"global": 4, "seq_len": 1024}
+    decision = search_plan(job(hardware=hardware, batch=batch), other_layouts=True)
+    others = [each.evaluated for each in decision.other_layouts if each.evaluated is not None]
+    assert {"mesh": {"tp": 2}, "strategy": None}.items() <= others[0].stated.items()
+    text = " ".join(decision_to_text(decision, "plan.yaml"))
+    assert "mesh: {tp: 2};" in text
+    assert "mesh: {tp: 2}; strategy" not in text
