@@ -151,7 +151,8 @@ def terms(
     scatters = np.where(rows.gathers_kv, profile.reduce_scatter_factor, 1.0)
     host, traffic = rows.launch, partial(traffic_seconds, samples=rows.samples, profile=profile)
     # The host process launches kernels ahead of the device, so the slower one sets the pace.
-    forward = np.maximum(forward_c + forward_t + keys, host(kind.forward, kind.sent_forward))
+    on_device = forward_c + forward_t + keys
+    forward = np.maximum(on_device, host(kind.forward, kind.sent_forward))
     gathered, reduced, summed, whole = rows.data(kind, parts)
     if kind.frozen:
         _, reduced, summed, whole = rows.data(trained(kind), parts)
@@ -214,7 +215,7 @@ def terms(
         exposed_tp_s=forward_t + backward_t + (1 + scatters) * keys,
         host_s=exposed_s + np.where(has_params_on_host(grid), update / rows.microbatches, 0.0),
         launch_s=forward
-        - (forward_c + forward_t + keys)
+        - on_device
         + np.maximum(
             host(kind.backward, kind.sent_backward) - (backward_c + backward_t + keys * scatters), 0
         ),

@@ -426,7 +426,7 @@ class _Planned:
             return (loss, *rest)
 
     def _labels(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the labels of a batch by name, if they have a row for each sample."""
+        """Return the labels of a batch by name, without those that are one number."""
         found = {name: inputs.get(name) for name in ("labels", "shift_labels")}
         return {k: v for k, v in found.items() if isinstance(v, torch.Tensor) and v.ndim}
 

@@ -239,7 +239,7 @@ def _each(*pairs: Any) -> Iterator[str]:
 
 
 STEP_MEMORY: Final = "the memory of a step"
-"""What `ReportFacts.left_out` calls the memory of a step that cannot be estimated."""
+"""Name in `ReportFacts.left_out` for the memory of a step that cannot be estimated."""
 
 
 def _verdict(known: ReportFacts) -> tuple[str, bool | None]:

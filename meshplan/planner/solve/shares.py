@@ -14,9 +14,7 @@ from meshplan.shown import shown
 @shown
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The parts of a step's time, in seconds.
-
-    They add up to the step.
+    """The parts of a step's time, in seconds, which add up to the step.
 
     Attributes:
         compute: The model's matrix products, without recomputation.

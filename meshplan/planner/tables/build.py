@@ -12,13 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import (
-    ACTIVATIONS_ON_HOST,
-    MODES,
-    OPTIONS,
-    RECOMPUTE,
-    cuts_of,
-)
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, OPTIONS, RECOMPUTE, cuts_of
 from meshplan.cost.host import has_params_on_host
 from meshplan.cost.pipeline import crossing_seconds, sending_seconds
 from meshplan.cost.profile import Profile

@@ -394,7 +394,7 @@ def _spent(ladder: Ladder) -> list[str]:
     if ladder.shares is None:
         return []
     parts = {words: getattr(ladder.shares, name) / ladder.plan_s for name, words in _PARTS.items()}
-    large = sorted(((part, words) for words, part in parts.items() if part >= _LEAST_PART))[::-1]
+    large = sorted((part, words) for words, part in parts.items() if part >= _LEAST_PART)[::-1]
     return wrapped("        of it " + ", ".join(f"{part:.0%} {words}" for part, words in large), 14)
 
 
