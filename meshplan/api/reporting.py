@@ -142,6 +142,7 @@ class _ReportBuilder:
             line = lock_in_words(by, self._plan, self._spec)
             notes = (line, *memory.notes)
             self._learn(plan=plan, estimate=memory, warnings=warnings, notes=notes)
+            self._trace(plan, memory)
             return
         checked = checking.check_plan(self._source)
         if checked.problems:
@@ -165,7 +166,7 @@ class _ReportBuilder:
             self._leave_out(STEP_MEMORY, error)
         else:
             self._learn(estimate=estimate, notes=tuple(dict.fromkeys((*notes, *estimate.notes))))
-            self._trace(checked.plan, estimate.worst.ranks[0])
+            self._trace(checked.plan, estimate)
 
     def _estimate(self, plan: Plan, chosen: Evaluated | None) -> MemoryEstimate:
         """Return the memory of a plan, without a second trace if the search has traced this one."""
@@ -174,12 +175,14 @@ class _ReportBuilder:
         _, _, notes = read_limit(self._source.gpu, self._source.memory, plan.spec)
         return replace(chosen.memory, notes=(*notes, *chosen.memory.notes))
 
-    def _trace(self, plan: Plan, rank: int) -> None:
+    def _trace(self, plan: Plan, estimate: MemoryEstimate) -> None:
         """Add the traced step of one rank, for the timeline, if the model has no config."""
         if plan.graph.config:
             return
+        rank, log = estimate.worst.ranks[0], estimate.log
         try:
-            log = checking.traced_log(plan, rank, self._source, self._report)
+            if log is None:
+                log = checking.traced_log(plan, rank, self._source, self._report)
         except MeshplanError as error:
             self._leave_out("the timeline of a step", error)
         else:

@@ -7,7 +7,7 @@ A `MemoryEstimate` combines summaries of the event logs of one rank of each clas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, NamedTuple, Self
@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Self
 from meshplan.memory.answer.hosts import Host
 from meshplan.memory.answer.reserved import PeakLocation, RankSummary
 from meshplan.memory.log.device_overheads import Band
-from meshplan.memory.log.events import Term
+from meshplan.memory.log.events import EventLog, Term
 from meshplan.shown import shown, view
 from meshplan.units import format_bytes, format_gib
 
@@ -179,6 +179,7 @@ class MemoryEstimate:
         bound: A sentence that says why the figures are only an upper bound; "" if they are not.
         notes: Sentences to show to the reader.
         host: Host memory of the node whose ranks use the most; None if nothing is offloaded.
+        log: The step of the first rank of `worst`, if a trace ran all of it; else None.
     """
 
     groups: tuple[RankGroup, ...]
@@ -191,6 +192,7 @@ class MemoryEstimate:
     bound: str = ""
     notes: tuple[str, ...] = ()
     host: Host | None = None
+    log: EventLog | None = field(default=None, repr=False, compare=False)
 
     def _repr_html_(self) -> str:
         html: str = view("memory_html")(self)

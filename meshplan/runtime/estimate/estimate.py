@@ -124,6 +124,8 @@ def estimate_by_trace(
     if answer.bound:
         least = answer.least and [with_workspaces(log, request.device) for log in answer.least]
         found = as_bound(found, answer.logs, answer.bound, least)
+    else:
+        found = replace(found, log=answer.logs[found.groups.index(found.worst)])
     return with_modules(found, plan, answer.logs)
 
 

@@ -99,6 +99,8 @@ def group_of_fakes(rank: int, world_size: int) -> Iterator[None]:
 
     At the end, DTensor's cache of sharding propagation is cleared. The cache refers to the first
     mesh it saw, so the next simulated rank, with an equal mesh, would get the groups of this rank.
+    The hook that prints "[rank0]:" before each line of a traceback is removed, too: torch adds one
+    with every group, and leaves it there when the group is destroyed.
 
     Private, because torch means the backend for its own tests.
 
@@ -108,11 +110,13 @@ def group_of_fakes(rank: int, world_size: int) -> Iterator[None]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    hook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
         # As torch.distributed.tensor.debug does, whose import takes torch.compile's two seconds.
         dispatcher: Any = DTensor._op_dispatcher
         dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()

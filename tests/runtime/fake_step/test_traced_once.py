@@ -26,6 +26,7 @@ from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.plan.plan import make_plan
 from meshplan.runtime.fake_step import kernels
 from meshplan.runtime.fake_step.microbatch import trace_microbatch
+from meshplan.runtime.torch_private.fakes import group_of_fakes
 from meshplan.runtime.trace import flops
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
@@ -204,3 +205,11 @@ def terms_of_two_layers() -> dict[str, Term]:
 def test_the_output_counts_as_logits_and_what_is_inside_as_activations(apart: ProcessPoolExecutor):
     terms = apart.submit(terms_of_two_layers).result()
     assert terms == {"0": Term.ACTIVATIONS, "1": Term.LOSS}
+
+
+def test_an_error_after_an_estimate_is_printed_as_before_it():
+    """torch's hook would print "[rank0]:" before each line, once for every group there was."""
+    before = sys.excepthook
+    with group_of_fakes(0, 2):
+        assert sys.excepthook is not before
+    assert sys.excepthook is before
