@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import html
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import fields
+from types import MappingProxyType
 from typing import Final
 
+from meshplan.pictures.base.palette import PAGE, Theme
 from meshplan.pictures.base.types import Picture
 from meshplan.pictures.base.views import switched
 
@@ -23,28 +26,18 @@ _FILL: Final = re.compile(r";? *\bfill: (#[0-9a-f]{6})")
 _BLANK: Final = re.compile(r">\s+<")
 
 
-@dataclass(slots=True)
-class Colours:
-    """CSS variables for all colours of a page that differ between the light and the dark theme.
-
-    Attributes:
-        names: Names of CSS variables, by (light colour, dark colour).
-    """
-
-    names: dict[tuple[str, str], str] = field(default_factory=dict)
-
-    def name(self, light: str, dark: str) -> str:
-        """Return the colour as CSS: a variable, or the colour itself if both themes share it."""
-        if light == dark:
-            return light
-        return f"var({self.names.setdefault((light, dark), f'--c{len(self.names)}')})"
-
-    def sheet(self, *, is_dark: bool) -> str:
-        """Return the CSS declarations that set all variables for one theme."""
-        return " ".join(f"{name}: {pair[is_dark]};" for pair, name in self.names.items())
+_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(
+    {getattr(PAGE, each.name).lower(): each.name for each in fields(PAGE) if each.name != "name"}
+)
+"""Names of the CSS variables of a page, by the colour that stands for them in a drawing."""
 
 
-def figure(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
+def sheet(theme: Theme) -> str:
+    """Return the CSS declarations that set the variables of a page to the colours of a theme."""
+    return " ".join(f"--{name}: {getattr(theme, name)};" for name in _VARIABLES.values())
+
+
+def figure(key: str, picture: Picture) -> str:
     """Return a `<figure>` whose picture follows the theme and the width of the page.
 
     The picture's own title says what it shows, so there is no caption; screen readers read the
@@ -52,46 +45,34 @@ def figure(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
 
     Args:
         key: Prefix of all ids in the picture; no other picture of the page may have it.
-        light: The picture in the light theme.
-        dark: The picture in the dark theme.
-        colours: Colours of the page; the picture's colours are added.
+        picture: The picture, drawn in the theme `palette.PAGE`.
     """
-    if not light.views:
-        return f'<figure id="{key}">{_element(key, light, dark, colours)}</figure>'
-    views = zip(light.views, dark.views, strict=True)
-    shown = [(name, _element(f"{key}-{number}", one, other, colours))
-             for number, ((name, one), (_, other)) in enumerate(views)]  # fmt: skip
-    return f'<figure id="{key}">{switched(light.choice, shown)}</figure>'
+    if not picture.views:
+        return f'<figure id="{key}">{_element(key, picture)}</figure>'
+    shown = [(name, _element(f"{key}-{number}", one))
+             for number, (name, one) in enumerate(picture.views)]  # fmt: skip
+    return f'<figure id="{key}">{switched(picture.choice, shown)}</figure>'
 
 
-def _element(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
+def _element(key: str, picture: Picture) -> str:
     """Return the wide and the narrow drawing, of which the page's style shows one."""
-    if light.narrow is None or dark.narrow is None:
-        return _drawing(key, light, dark, colours)
-    narrow = _drawing(f"{key}-narrow", light.narrow(), dark.narrow(), colours)
-    wide = _drawing(key, light, dark, colours)
+    wide = _drawing(key, picture)
+    if picture.narrow is None:
+        return wide
+    narrow = _drawing(f"{key}-narrow", picture.narrow())
     return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
 
 
-def _drawing(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
-    """Return one drawing that follows the theme."""
-    label = html.escape(f"{light.title}. {light.alt}", quote=True)
-    drawn = _both(_bare(light, key), _bare(dark, key), colours) or (
-        f'<div class="light">{_bare(light, key)}</div>'
-        f'<div class="dark">{_bare(dark, f"{key}-dark")}</div>'
-    )
+def _drawing(key: str, picture: Picture) -> str:
+    """Return one drawing, in the variables of the page."""
+    label = html.escape(f"{picture.title}. {picture.alt}", quote=True)
+    drawn = _COLOUR.sub(_themed, _bare(picture, key))
     return drawn.replace("<svg ", f'<svg role="img" aria-label="{label}" ')
 
 
-def _both(light: str, dark: str, colours: Colours) -> str:
-    """Return one svg that uses the variables of `colours`; "" if a single svg cannot be both."""
-    if _COLOUR.split(light) != _COLOUR.split(dark):
-        return ""
-    pairs = zip(_COLOUR.findall(light), _COLOUR.findall(dark), strict=True)
-    named = iter([colours.name(*pair) for pair in pairs])
-    text = _COLOUR.sub(lambda _: next(named), light)
-    # Browsers resolve CSS variables in `style` attributes, but not in attributes such as `fill`.
-    return "" if '="var(' in text else text
+def _themed(found: re.Match[str]) -> str:
+    name = _VARIABLES.get(found[0].lower())
+    return f"var(--{name})" if name else found[0]
 
 
 def _bare(picture: Picture, key: str) -> str:

@@ -16,6 +16,7 @@ from meshplan.errors import MeshplanError, Origin, PlanError, Problem, SpecError
 from meshplan.files import check_writable, write_bytes
 from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.memory.log.events import EventLog
+from meshplan.pictures.base.palette import PAGE
 from meshplan.pictures.base.types import Picture
 from meshplan.pictures.main import OF_DECISIONS, WHATS, draw, draw_decision
 from meshplan.pictures.memory.bars import memory_bars, states_alone
@@ -24,7 +25,7 @@ from meshplan.planner.answers.explain import WhyNot
 from meshplan.planner.answers.infeasible import Trouble
 from meshplan.planner.problem.decision import Decision
 from meshplan.report import sections
-from meshplan.report.figures import Colours, figure
+from meshplan.report.figures import figure
 from meshplan.report.page import Section, page, paragraph
 from meshplan.shown import shown
 from meshplan.textbook.inputs import read_limit
@@ -141,18 +142,17 @@ def check_target(path: Path) -> None:
 
 def report_of(known: ReportFacts) -> Report:
     """Build the report from its facts."""
-    colours = Colours()
     figures: dict[str, str] = {}
     missing: dict[str, list[str]] = {}
     for what in WHATS:
         try:
-            light, dark = (_picture(known, what, theme) for theme in ("light", "dark"))
+            picture = _picture(known, what)
         except _AlreadyToldError:
             continue
         except MeshplanError as error:
             missing.setdefault(error.problems[0].what, []).append(what)
         else:
-            figures[what] = figure(f"picture-{what}", light, dark, colours)
+            figures[what] = figure(f"picture-{what}", picture)
     left_out = [
         *known.left_out,
         *((f"pictures: {', '.join(whats)}", why) for why, whats in missing.items()),
@@ -178,7 +178,7 @@ def report_of(known: ReportFacts) -> Report:
     content = [Section(key, title, parts[key]) for key, title in titles.items()]
     return Report(
         verdict=verdict,
-        html=page(f"{verdict} – {known.name}", top, content, paragraph(foot), colours),
+        html=page(f"{verdict} – {known.name}", top, content, paragraph(foot)),
         fits=fits,
         shown=tuple(figures),
         left_out=tuple(left_out),
@@ -190,11 +190,11 @@ class _AlreadyToldError(Exception):
     """The facts of a picture are not known, and `left_out` already has the reason."""
 
 
-def _picture(known: ReportFacts, what: str, theme: str) -> Picture:
+def _picture(known: ReportFacts, what: str) -> Picture:
     if what in OF_DECISIONS:
         if known.decision is None:
             raise _AlreadyToldError
-        return draw_decision(known.decision, what, theme=theme)
+        return draw_decision(known.decision, what, theme=PAGE.name)
     plan = known.plan or known.counted
     if plan is None:
         has_searched = known.decision is not None or known.trouble is not None
@@ -206,7 +206,7 @@ def _picture(known: ReportFacts, what: str, theme: str) -> Picture:
         given["estimate"] = known.estimate
     if what == "timeline" and known.traced is not None:
         given["rank"], given["log"] = known.traced
-    return draw(plan, what, theme=theme, **given)
+    return draw(plan, what, theme=PAGE.name, **given)
 
 
 def _tables(known: ReportFacts, left_out: list[tuple[str, str]]) -> Mapping[str, Iterator[str]]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Final
 
+from meshplan.pictures.base.palette import THEMES
 from meshplan.pictures.base.views import POLICY, STYLE, script
-from meshplan.report.figures import Colours
+from meshplan.report.figures import sheet
 
 _PAGE: Final = """<!DOCTYPE html>
 <html lang="en">
@@ -53,7 +54,7 @@ class Section:
         )
 
 
-def page(title: str, top: str, sections: Iterable[Section], foot: str, colours: Colours) -> str:
+def page(title: str, top: str, sections: Iterable[Section], foot: str) -> str:
     """Return the whole HTML page.
 
     Args:
@@ -61,13 +62,12 @@ def page(title: str, top: str, sections: Iterable[Section], foot: str, colours: 
         top: HTML before the sections.
         sections: The sections; a section without parts is left out.
         foot: HTML after the sections.
-        colours: Colours of the pictures in the sections.
     """
     shown = [section for section in sections if section.parts]
     links = "".join(f'<li><a href="#{s.key}">{html.escape(s.title)}</a></li>' for s in shown)
     style = f"{_file('page.css')}{STYLE}\n"
-    for name, is_dark in (("light", False), ("dark", True)):
-        style = style.replace(f"/*{name}*/", colours.sheet(is_dark=is_dark))
+    for name, theme in THEMES.items():
+        style = style.replace(f"/*{name}*/", sheet(theme))
     body = [
         f"<header>{top}<nav aria-label='Contents'><ul>{links}</ul></nav></header>",
         f"<main>{''.join(section.to_html() for section in shown)}</main>",

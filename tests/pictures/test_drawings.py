@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import fields
 
 import pytest
 from matplotlib.collections import PolyCollection
@@ -13,7 +14,7 @@ from matplotlib.text import Text
 from meshplan.api import planning
 from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.pictures.base.page import NARROW, SMALL
-from meshplan.pictures.base.palette import PLACEMENTS, THEMES, WHOLE
+from meshplan.pictures.base.palette import PAGE, PLACEMENTS, THEMES, WHOLE
 from meshplan.pictures.main import OF_DECISIONS, WHATS, draw, draw_decision, facts_of
 from meshplan.pictures.memory.bars import memory_bars
 from meshplan.pictures.memory.one_bar import spread
@@ -22,6 +23,7 @@ from meshplan.pictures.memory.timeline import log_of, timeline
 from meshplan.pictures.plans.pareto import difference, pareto, settings_of
 from meshplan.planner.problem.request import cluster_of
 from meshplan.planner.tables.whole_plan import Costed
+from meshplan.report import figures
 from meshplan.textbook.inputs import read_limit
 from meshplan.units import GIB, format_bytes
 from tests.helpers.graphs import blocks
@@ -40,6 +42,7 @@ from tests.helpers.pictured import (
 TIGHT = {"mesh": {"dp_shard": 16}, "strategy": "full_shard", "activation_checkpointing": None}
 """A plan whose peak is within a few GiB of the limit."""
 OVER = {"hardware": {"nodes": 2, "gpus_per_node": 8, "memory": "30GiB"}}
+WIDE = {"hardware": {"nodes": 16, "gpus_per_node": 8}, "mesh": {"dp_replicate": 16, "dp_shard": 8}}
 OF_PLANS = [what for what in WHATS if what not in OF_DECISIONS]
 
 
@@ -99,6 +102,25 @@ def test_a_search_is_drawn_narrow(what, decision):
     for figure in both(draw_decision(decision, what)):
         check_readable(figure)
         check_clear(figure, "limit")
+
+
+@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize("changes", [{}, PIPED, WIDE], ids=["hybrid", "pipeline", "16x8"])
+def test_a_page_can_give_a_drawing_the_colours_of_its_theme(what, changes, decision):
+    """No other colour depends on the theme: texts on tiles, cells of a heat map."""
+
+    def drawings(theme):
+        if what in OF_DECISIONS:
+            picture = draw_decision(decision, what, theme=theme)
+        else:
+            picture = draw(llama(4, **changes), what, theme=theme)
+        return figures.figure("p", picture).lower()
+
+    found = drawings("page")
+    for each in fields(PAGE):
+        stands_for = getattr(THEMES["dark"], each.name).lower()
+        found = found.replace(f"var(--{each.name})", stands_for)
+    assert found.split("<") == drawings("dark").split("<")
 
 
 def test_a_page_has_both_drawings_and_no_id_twice():

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import fields
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from meshplan.api.planning import lock_plan, search_plan
 from meshplan.api.reporting import make_report
 from meshplan.cli.app import main
 from meshplan.errors import PlanError, SpecError
+from meshplan.pictures.base import palette
+from meshplan.pictures.base.palette import PAGE, THEMES
 from meshplan.pictures.main import OF_DECISIONS, WHATS
 from meshplan.pictures.mesh.counted import OF_COUNT, ONLY_COUNT
 from meshplan.planner.lock.lock import read, write
-from meshplan.report.figures import Colours, figure
 from meshplan.report.main import Report, ReportFacts, report_of
 from meshplan.report.sections import about_choice
 from meshplan.units import format_gib, format_seconds
@@ -193,17 +195,21 @@ def test_names_are_texts_whatever_is_in_them():
     assert any(LONG in each for each in page.texts)
 
 
-def test_colours_that_differ_between_themes_have_names():
-    colours = Colours()
-    plan = llama(2)
-    text = figure("p", plan.draw("mesh"), plan.draw("mesh", theme="dark"), colours)
-    assert ("#ffffff", "#15181c") in colours.names
-    body = re.sub(r"#p-\d+", "", text)
-    assert "#15181c" not in body
+def test_colours_of_a_theme_are_variables_of_the_page(report):
+    ours = {getattr(PAGE, each.name).lower() for each in fields(PAGE)} - {PAGE.name}
+    source = Path(palette.__file__).read_text(encoding="utf-8").lower()
+    assert all(source.count(colour) == 1 for colour in ours), "another colour equals a stand-in"
+    style, _, body = report.html.partition("</style>")
+    for theme in THEMES.values():
+        assert all(f"--{role}: {getattr(theme, role)};" in style for role in ("paper", "forbidden"))
+    assert set(re.findall(r"var\(--(\w+)\)", body)) <= {f.name for f in fields(PAGE)}
+    assert "fill: var(--paper)" in body
+    assert "fill: var(--ink)" in body
+    # Browsers resolve variables in `style`, but not in attributes such as `fill`.
+    assert '="var(' not in body
+    assert not [colour for colour in ours if colour in report.html.lower()]
     # White on a dark tile stays white: it is not the paper's.
-    assert "#ffffff" in body
-    assert f"fill: {colours.names[('#ffffff', '#15181c')]}" not in body
-    assert f"fill: var({colours.names[('#ffffff', '#15181c')]})" in body
+    assert "fill: #ffffff" in body
 
 
 @pytest.mark.wide

@@ -95,6 +95,10 @@ SHARDS: Final = (
 
 _HATCHES: Final = ("", "//", "..", "\\\\")
 
+HEAT: Final = "#2380BC"
+"""The largest value of a heat map; smaller ones are as much more transparent. The text colours of
+both themes can be read on it."""
+
 COLLECTIVES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "all_gather": SKY,
@@ -113,7 +117,7 @@ class Theme:
     """Colours that differ between light and dark.
 
     Args:
-        name: "light" or "dark".
+        name: "light", "dark" or "page".
         paper: Background of the figure.
         panel: Background of a box that groups other shapes.
         line: Colour of frames and grids.
@@ -134,6 +138,10 @@ class Theme:
     bad: str
     forbidden: str
 
+    def text_on(self, colour: str) -> str:
+        """Return the colour of text on a fill: black or white, or `ink` on a background."""
+        return self.ink if colour in (self.paper, self.panel, self.forbidden) else ink_on(colour)
+
 
 THEMES: Final[Mapping[str, Theme]] = MappingProxyType(
     {
@@ -148,13 +156,22 @@ THEMES: Final[Mapping[str, Theme]] = MappingProxyType(
     }
 )  # fmt: skip
 
+PAGE: Final = Theme(
+    name="page", paper="#FFFFFE", panel="#F3F3F1", line="#C9C9C5", ink="#1A1A1B", quiet="#5C5C5D",
+    good="#006B4F", bad="#B23A01", forbidden="#F6DDD3",
+)  # fmt: skip
+"""The theme of a drawing in which a page replaces each of these colours with its own. No other
+colour of a picture equals one of them."""
+
 
 def theme_of(name: str) -> Theme:
-    """Return the theme of this name.
+    """Return the theme of this name: one of `THEMES`, or `PAGE`.
 
     Raises:
         SpecError: There is no such theme.
     """
+    if name == PAGE.name:
+        return PAGE
     if name not in THEMES:
         what = f"'{name}' is no theme"
         raise SpecError(Problem(what, None, f"write one of {', '.join(THEMES)}"))

@@ -22,7 +22,7 @@ from meshplan.pictures.base.page import (
     width_of,
     write,
 )
-from meshplan.pictures.base.palette import GREY, PLACEMENTS, STAGES, WHOLE, Ink, Theme, ink_on
+from meshplan.pictures.base.palette import GREY, PLACEMENTS, STAGES, WHOLE, Ink, Theme
 from meshplan.pictures.base.types import Picture
 from meshplan.pictures.base.words import counted
 from meshplan.pictures.graphs.arrows import ENTRY, EXIT, Box
@@ -295,7 +295,7 @@ def _module(
     # The gid becomes a tooltip of the svg: it has the full text, which the box may shorten.
     gid = f"module {number}: {each.group or NOTHING}: {each.name}, {_words(each)}"
     box(plane, x, y, wide, _TALL, ink, edge=theme.quiet, gid=gid)
-    colour = ink_on(ink.colour)
+    colour = theme.text_on(ink.colour)
     name = fitted_name(each.name, wide - 0.14, sizing.size)
     if width_of(name, sizing.size, bold=True) > wide - 0.12:
         name = fitted(name, wide - 0.14, sizing.size, bold=True)

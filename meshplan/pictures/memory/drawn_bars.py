@@ -20,7 +20,7 @@ from meshplan.pictures.base.page import (
     width_of,
     write,
 )
-from meshplan.pictures.base.palette import SMALLER, UNKNOWN, Ink, Theme, ink_on
+from meshplan.pictures.base.palette import SMALLER, UNKNOWN, Ink, Theme
 from meshplan.pictures.base.types import Picture
 from meshplan.pictures.memory.bars import INKS, MemoryBars
 from meshplan.pictures.memory.one_bar import draw_one_bar
@@ -183,7 +183,7 @@ def _draw_parts(
         if drawn.inside.get(name) == number:
             write(
                 axes, begin + wide / 2, (low + high) / 2, name, theme, size=SMALL,
-                colour=ink_on(ink.colour), across="center", up="center",
+                colour=theme.text_on(ink.colour), across="center", up="center",
                 bbox=behind(ink), gid="inside",
             )  # fmt: skip
         at += size

@@ -22,7 +22,7 @@ from meshplan.pictures.base.page import (
     wrapped,
     write,
 )
-from meshplan.pictures.base.palette import SMALLER, UNKNOWN, Ink, Theme, ink_on
+from meshplan.pictures.base.palette import SMALLER, UNKNOWN, Ink, Theme
 from meshplan.pictures.memory.bars import INKS, MemoryBars
 from meshplan.pictures.memory.scale import MemoryScale, scale_of
 from meshplan.units import format_bytes, format_gib
@@ -171,7 +171,7 @@ def _lying(facts: MemoryBars, theme: Theme, width: float) -> Sheet:
             gid=part.gid)  # fmt: skip
         if part in inside:
             write(axes, (begin + end) / 2, middle, f"{part.name}\n{part.size}", theme,
-                  size=SMALL, colour=ink_on(part.ink.colour), across="center", up="center",
+                  size=SMALL, colour=theme.text_on(part.ink.colour), across="center", up="center",
                   bbox=behind(part.ink), gid="inside")  # fmt: skip
     upper = largest / scale.unit_bytes
     if bar.high_bytes is not None:
@@ -181,8 +181,9 @@ def _lying(facts: MemoryBars, theme: Theme, width: float) -> Sheet:
         box(axes, end, low, upper - end, _THICK, UNKNOWN, edge=theme.quiet,
             gid=f"{bar.name}: unknown")  # fmt: skip
         if (upper - end) / per_inch > width_of("unknown", SMALL) + 0.1:
-            write(axes, (upper + end) / 2, middle, "unknown", theme, size=SMALL, across="center",
-                  up="center", colour=ink_on(UNKNOWN.colour), bbox=behind(UNKNOWN))  # fmt: skip
+            write(axes, (upper + end) / 2, middle, "unknown", theme, size=SMALL,
+                  colour=theme.text_on(UNKNOWN.colour), across="center", up="center",
+                  bbox=behind(UNKNOWN))  # fmt: skip
     if scale.limit is not None:
         axes.plot([scale.limit] * 2, [low - 0.03, top], color=theme.ink, lw=2.0, gid="limit")
     _above(sheet, axes, labels, top, theme)

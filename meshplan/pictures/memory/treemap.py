@@ -24,7 +24,7 @@ from meshplan.pictures.base.page import (
     width_of,
     write,
 )
-from meshplan.pictures.base.palette import PLACEMENTS, WHOLE, Ink, Theme, ink_on
+from meshplan.pictures.base.palette import PLACEMENTS, WHOLE, Ink, Theme
 from meshplan.pictures.base.types import Picture
 from meshplan.pictures.base.words import counted
 from meshplan.plan.plan import Plan
@@ -329,6 +329,6 @@ def _words(
     lines = [name, format_bytes(area.num_bytes), layout][: room if room < 3 else 3]
     text = "\n".join(line for line in lines if line and width_of(line, size) <= wide - 0.1)
     write(
-        plane, x + wide / 2, y + tall / 2, text, theme, size=size, colour=ink_on(ink.colour),
+        plane, x + wide / 2, y + tall / 2, text, theme, size=size, colour=theme.text_on(ink.colour),
         across="center", up="center", linespacing=1.25, bbox=behind(ink),
     )  # fmt: skip

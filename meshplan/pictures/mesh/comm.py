@@ -20,7 +20,7 @@ from meshplan.pictures.base.page import (
     width_of,
     write,
 )
-from meshplan.pictures.base.palette import COLLECTIVES, GREY, Ink, Theme, between, ink_on, rgb
+from meshplan.pictures.base.palette import COLLECTIVES, GREY, HEAT, Ink, Theme, rgb
 from meshplan.pictures.base.types import Picture
 from meshplan.pictures.base.words import counted, in_short, speed
 from meshplan.pictures.mesh.links import Lane, links_of, machine_of, strides
@@ -261,26 +261,26 @@ def draw_comm(facts: Comm, theme: Theme, width: float = WIDTH) -> Picture:
 def _cells(axes: Axes, facts: Comm, side: float, theme: Theme) -> None:
     """Draw the matrix, with numbers in its cells if all of them fit."""
     cells = len(facts.matrix)
-    low, high = (theme.paper, "#0B4F8A") if theme.name == "light" else (theme.panel, "#8CCBF5")
     most = float(facts.matrix.max()) or 1.0
     texts = [_short(float(size), most) for size in facts.matrix.flat if size > most * _LEAST]
     has_room = max((width_of(text, 8.0) for text in texts), default=0.0) < side / cells - 0.02
     # On a phone, hundreds of small numbers hide the pattern that the colours show.
     has_room = has_room and (side >= _SIDE or cells <= _MOST_NARROW)
-    pixels = np.zeros((cells, cells, 3), dtype=np.uint8)
+    pixels = np.zeros((cells, cells, 4), dtype=np.uint8)
+    pixels[:, :, :3] = rgb(HEAT)
     for row in range(cells):
         for column in range(cells):
             size = float(facts.matrix[row, column])
             is_seen = size > most * _LEAST
-            colour = between(low, high, 0.12 + 0.88 * size / most) if is_seen else low
+            opaque = 0.12 + 0.88 * size / most if is_seen else 0.0
             if cells > _MOST_NUMBERS:
-                pixels[row][column] = rgb(colour)
+                pixels[row, column, 3] = round(255 * opaque)
                 continue
             gid = f"cell {row} {column}: {size:.0f} B"
-            box(axes, column - 0.5, row - 0.5, 1, 1, Ink(colour), gid=gid)
+            box(axes, column - 0.5, row - 0.5, 1, 1, Ink(HEAT), alpha=opaque, gid=gid)
             if is_seen and has_room:
                 write(axes, column, row, _short(size, most), theme, size=8.0,
-                      colour=ink_on(colour), across="center", up="center")  # fmt: skip
+                      across="center", up="center")  # fmt: skip
     if cells > _MOST_NUMBERS:
         axes.imshow(pixels, interpolation="nearest", aspect="auto", gid="cells")
     axes.set_xlim(-0.5, cells - 0.5)

@@ -21,7 +21,7 @@ from meshplan.pictures.base.page import (
     wrapped,
     write,
 )
-from meshplan.pictures.base.palette import Ink, Theme, ink_on, shard_ink
+from meshplan.pictures.base.palette import Ink, Theme, shard_ink
 from meshplan.pictures.base.types import Picture
 from meshplan.pictures.base.words import at_in_words, counted, in_short, speed
 from meshplan.pictures.mesh.links import Lane, Links, links_of, machine_of, strides
@@ -341,7 +341,7 @@ def _tile(
         return
     ink = shard_ink(tile.shard, facts.num_shards)
     box(plane, x, y, wide, tall, ink, edge=theme.line, gid=f"rank {tile.rank}")
-    colour, size = ink_on(ink.colour), SMALL if is_large else 8.0
+    colour, size = theme.text_on(ink.colour), SMALL if is_large else 8.0
     lines = [f"rank {tile.rank}", *tile.at] if is_large else [f"{tile.rank}"]
     for number, line in enumerate(lines):
         down = tall - 0.28 - 0.19 * number if is_large else tall / 2

@@ -27,7 +27,7 @@ from meshplan.pictures.base.page import (
     width_of,
     write,
 )
-from meshplan.pictures.base.palette import Ink, Theme, ink_on, shard_ink
+from meshplan.pictures.base.palette import Ink, Theme, shard_ink
 from meshplan.pictures.base.types import Picture
 from meshplan.pictures.base.words import ranks_in_words
 from meshplan.pictures.mesh.links import members, strides
@@ -413,9 +413,8 @@ def _cell(
     text = "\n".join(fitted(line, wide - 0.1, size) for line in text.split("\n"))
     if tall > 0.18 and text.strip():
         write(
-            plane, *middle, text, theme, size=size, colour=ink_on(ink.colour), across="center",
-            up="center",
-            bbox=behind(ink),
+            plane, *middle, text, theme, size=size, colour=theme.text_on(ink.colour),
+            across="center", up="center", bbox=behind(ink),
         )  # fmt: skip
 
 

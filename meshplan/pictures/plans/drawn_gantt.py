@@ -16,7 +16,7 @@ from meshplan.pictures.base.page import (
     width_of,
     write,
 )
-from meshplan.pictures.base.palette import PASSES, STAGES, Ink, Theme, ink_on
+from meshplan.pictures.base.palette import PASSES, STAGES, Ink, Theme
 from meshplan.pictures.base.types import Picture
 from meshplan.pictures.base.words import time_scale
 from meshplan.pictures.plans.gantt import Gantt, GanttBar
@@ -97,7 +97,7 @@ def _draw_block(
     if text := _inside(facts, block, room):
         write(
             above, (block.begin + block.end) / 2, y + 0.5, text, theme, size=8.0,
-            colour=ink_on(ink.colour), across="center", up="center",
+            colour=theme.text_on(ink.colour), across="center", up="center",
         )  # fmt: skip
 
 

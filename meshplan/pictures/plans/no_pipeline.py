@@ -16,7 +16,7 @@ from meshplan.pictures.base.page import (
     width_of,
     write,
 )
-from meshplan.pictures.base.palette import GREEN, PASSES, PINK, SKY, Ink, Theme, ink_on
+from meshplan.pictures.base.palette import GREEN, PASSES, PINK, SKY, Ink, Theme
 from meshplan.pictures.base.words import time_scale
 from meshplan.pictures.plans.gantt import ENDS, OPTIMIZER, Gantt
 
@@ -84,7 +84,7 @@ def _passes(axes: Plane, facts: Gantt, base: float, per_inch: float, theme: Them
         box(axes, block.begin, base, wide, _PASSES, ink, edge=theme.paper, line=0.5, gid=name)
         if width_of(text, SMALL) < wide / per_inch - 0.06:
             write(axes, block.begin + wide / 2, base + _PASSES / 2, text, theme, size=SMALL,
-                  colour=ink_on(ink.colour), across="center", up="center")  # fmt: skip
+                  colour=theme.text_on(ink.colour), across="center", up="center")  # fmt: skip
     at = facts.step
     for name, part in facts.parts:
         if name in (ENDS, OPTIMIZER):

@@ -208,7 +208,7 @@ def test_the_output_counts_as_logits_and_what_is_inside_as_activations(apart: Pr
 
 
 def test_an_error_after_an_estimate_is_printed_as_before_it():
-    """torch's hook would print "[rank0]:" before each line, once for every group there was."""
+    """The hook of a group would print "[rank0]:" before each line, once for every group."""
     before = sys.excepthook
     with group_of_fakes(0, 2):
         assert sys.excepthook is not before
