@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from meshplan.cost.grid import Array
 from meshplan.cost.profile import GENERIC, Profile
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.files import read_bytes, write_bytes
 from meshplan.layout.hardware import Device
 from meshplan.spec.spec import PROFILES
-
-Array = NDArray[Any]
 
 SCHEMA: Final = "profile/1"
 LINKS_ARE_A_GUESS: Final = (

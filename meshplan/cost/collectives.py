@@ -16,14 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from meshplan.cost.grid import Array
 from meshplan.cost.profile import Profile
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +161,14 @@ def all_to_all(
     return np.where(of.ranks > 1, count * latency + np.maximum(within, out), 0.0)
 
 
-def send(
-    num_bytes: Array, crosses: Array | bool, profile: Profile, count: Array | int = 1
-) -> Array:
-    """Return the seconds of `count` sends from one rank to another.
+def send(num_bytes: Array, crosses: Array | bool, profile: Profile) -> Array:
+    """Return the seconds of a send from one rank to another.
 
     Args:
-        num_bytes: Bytes of all `count` sends together.
+        num_bytes: Bytes that are sent.
         crosses: True where the two ranks are on different nodes.
         profile: Constants of the device and its links.
-        count: Number of sends.
     """
-    inside = count * profile.intra_latency_s + num_bytes / profile.intra_bytes_per_s
-    out = count * profile.inter_latency_s + num_bytes / profile.inter_bytes_per_s
+    inside = profile.intra_latency_s + num_bytes / profile.intra_bytes_per_s
+    out = profile.inter_latency_s + num_bytes / profile.inter_bytes_per_s
     return np.where(crosses, out, inside)

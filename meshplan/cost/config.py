@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshplan.cost.chain import BEFORE, chain_of, parts_of_places, with_optimizer
 from meshplan.cost.grid import (
     ACTIVATIONS_ON_HOST,
     CONTEXT_WORDS,
+    DDP,
     GRID,
-    MODES,
     OPTIONS,
     PARAMS_ON_HOST,
     RECOMPUTE,
     SCHEDULE_WORDS,
+    SHARD,
+    ZERO1,
+    Array,
 )
 from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
@@ -37,7 +39,6 @@ from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
 from meshplan.spec.spec import PRODUCTS
 
-DDP, ZERO1, SHARD = range(len(MODES))
 STRATEGY_OPTIONS: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = MappingProxyType(
     {
         "ddp": ((DDP,), (0,)),
@@ -51,7 +52,7 @@ STRATEGY_OPTIONS: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] =
 """(modes as indices into `MODES`, values of reshard_after_forward), by strategy."""
 
 
-def plan_as_config(plan: Plan) -> NDArray[Any]:
+def plan_as_config(plan: Plan) -> Array:
     """Return the grid whose only row is the configuration of a plan, of dtype `GRID`.
 
     If a pipeline runs several times in one step, `microbatches` counts all runs together.

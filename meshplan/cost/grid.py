@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from meshplan.layout.schedules import SCHEDULES
 
+Array = NDArray[Any]
+
 GRID: Final = np.dtype(
     [
         (name, np.int64)
@@ -37,6 +39,7 @@ ACTIVATIONS_ON_HOST: Final = 2
 MODES: Final = ("ddp", "zero1", "shard")
 """Layouts of a model over data ranks. "shard" covers full_shard, zero2 and their hybrids, which
 differ in `dp_replicate` and in the resharding of `OPTIONS`. "ddp" uses only `dp_replicate`."""
+DDP, ZERO1, SHARD = range(len(MODES))
 
 SCHEDULE_WORDS: Final = ("", *SCHEDULES)
 """Names of the pipeline schedules; "" stands for no pipeline."""

@@ -15,19 +15,16 @@ _fsdp_collectives.py, `foreach_reduce`; `runtime.apply.offload`, `runtime.base.h
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, PARAMS_ON_HOST
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST, PARAMS_ON_HOST, SHARD, Array
 from meshplan.cost.profile import Profile
 from meshplan.cost.shares import share, trained
 from meshplan.cost.types import BlockKind, ElementBytes
 
-Array = NDArray[Any]
-
-_SHARD: Final = MODES.index("shard")
 _ADDING: Final = 3
 """Passes over memory to add one tensor to another in place: two reads and one write."""
 
@@ -96,7 +93,7 @@ def crossing(
     host_bytes = np.where(on_host, share(grid, kind) * stored, 0.0)
     grad_bytes = np.where(on_host, share(grid, trained(kind)) * stored, 0.0)
     # Gradients of several microbatches are added up on the host if each backward reduces them.
-    adds = (grid["microbatches"] > 1) & (grid["mode"] == _SHARD)
+    adds = (grid["microbatches"] > 1) & (grid["mode"] == SHARD)
     rate = host_rate(grid, profile, gpus_per_node)
     waited = np.where(adds, grad_bytes / pcie + _ADDING * grad_bytes / rate, 0.0)
     if kind.has_options:

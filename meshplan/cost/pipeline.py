@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshplan.cost.collectives import send, stride_of
-from meshplan.cost.grid import SCHEDULE_WORDS, in_halves
+from meshplan.cost.grid import SCHEDULE_WORDS, Array, in_halves
 from meshplan.cost.profile import Profile
 from meshplan.layout.mesh import AXES
-
-Array = NDArray[Any]
 
 _1F1B: Final = SCHEDULE_WORDS.index("1F1B")
 _INTERLEAVED: Final = SCHEDULE_WORDS.index("Interleaved1F1B")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshplan.cost.collectives import (
     CollectiveGroup,
@@ -18,7 +17,7 @@ from meshplan.cost.collectives import (
     group_along,
     stride_of,
 )
-from meshplan.cost.grid import CONTEXT_WORDS, MODES
+from meshplan.cost.grid import CONTEXT_WORDS, DDP, SHARD, Array
 from meshplan.cost.host import OffloadSeconds, crossing, has_params_on_host, host_rate
 from meshplan.cost.profile import Profile
 from meshplan.cost.shares import expert_share, share
@@ -29,10 +28,6 @@ from meshplan.layout.mesh import AXES, GRADIENT_AXES, SHARD_AXES
 from meshplan.memory.decoder.cp_all_gather import takes_masks
 from meshplan.spec.spec import Precision
 
-Array = NDArray[Any]
-
-_DDP: Final = MODES.index("ddp")
-_SHARD: Final = MODES.index("shard")
 _CACHED_KV: Final = 2
 """Collectives of one attention along cp with `all_gather`: keys and values."""
 _MASKED: Final = 2.0
@@ -139,11 +134,11 @@ class Rows:
         self.grid, ep = grid, grid["ep"].astype(np.float64)
         near, lent = partial(group, gpus_per_node=gpus_per_node), stride_of(grid, "dp_shard", order)
         self.along_ep, self.along_rest = near(ep, lent), near(self.shards / ep, lent * ep)
-        self.has_whole = bool((self.mode == _DDP).any())
+        self.has_whole = bool((self.mode == DDP).any())
         self.offloads = bool(grid["offload"].any())
         self.gathers_kv = grid["gathers_kv"] == CONTEXT_WORDS.index("all_gather")
         # True where FSDP2 runs over a single rank, without communication.
-        self.are_alone = (self.mode == _SHARD) & (self.shards * replicate == 1)
+        self.are_alone = (self.mode == SHARD) & (self.shards * replicate == 1)
         self._per_node, self._order = gpus_per_node, order
         self._along = along
 
@@ -329,7 +324,7 @@ class Rows:
         bfloat16, as efficiently as the model does.
         """
         numel = float(sum(kind.numels))
-        local_numel = np.where(self.mode == _DDP, numel, share(self.grid, kind))
+        local_numel = np.where(self.mode == DDP, numel, share(self.grid, kind))
         if parts:
             cut = sum(part.share / self._along(part.shard_axes).ranks for part in parts)
             local_numel = numel * np.asarray(cut)

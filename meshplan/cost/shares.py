@@ -11,14 +11,11 @@ Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, for padding; `
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from meshplan.cost.grid import Array
 from meshplan.cost.types import BlockKind
-
-Array = NDArray[Any]
 
 
 def expert_share(grid: Array, kind: BlockKind) -> Array:

@@ -23,29 +23,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
 
 import numpy as np
 
 from meshplan.cost.grid import (
-    MODES,
+    DDP,
     OPTION_RECOMPUTE,
     OPTION_RESHARD,
     OPTIONS,
+    SHARD,
+    ZERO1,
+    Array,
     in_halves,
 )
 from meshplan.cost.host import has_params_on_host
 from meshplan.cost.profile import Profile
-from meshplan.cost.rows import Array, Rows, UnitPart, traffic_seconds, widths_of
+from meshplan.cost.rows import Rows, UnitPart, traffic_seconds, widths_of
 from meshplan.cost.shares import trained
 from meshplan.cost.types import BlockKind
 from meshplan.layout.mesh import AXES
 from meshplan.spec.spec import Precision
 from meshplan.wrappers.fsdp import gathers_of_block
-
-_DDP: Final = MODES.index("ddp")
-_ZERO1: Final = MODES.index("zero1")
-_SHARD: Final = MODES.index("shard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +157,13 @@ def terms(
     halved = in_halves(grid)
     params_s: Array | float
     params_s, grads_s, exposed_s = rows.crossing(kind) if rows.offloads else (0.0, 0.0, 0.0)
-    is_whole, is_at_once = rows.mode == _DDP, (rows.mode == _SHARD) & ~halved
+    is_whole, is_at_once = rows.mode == DDP, (rows.mode == SHARD) & ~halved
     # DDP gathers nothing, and with `gathers_once` ZeRO-1 gathers after the update instead.
     gathers = gathered if whole is None else np.where(is_whole, 0.0, gathered)
     regathers = gathers if reshard_ranks is None else rows.regathered(kind, gathers, reshard_ranks)
     after = np.zeros_like(gathered)
     if profile.gathers_once:
-        after = np.where(rows.mode == _ZERO1, gathered, 0.0)
+        after = np.where(rows.mode == ZERO1, gathered, 0.0)
     # If FSDP2 runs over a single rank, it prefetches nothing and uses no separate stream.
     fetched = np.where(rows.are_alone, params_s, 0.0)
     alone, params_s = rows.cast(kind) + fetched, params_s - fetched

@@ -13,7 +13,7 @@ from meshplan.errors import PlanError, Problem
 from meshplan.layout.mesh import Loan
 from meshplan.spec.spec import Borrow, Spec
 
-_LENDER: Final = "dp_shard"
+LENDER: Final = "dp_shard"
 
 
 def expert_loans(spec: Spec, sizes: Mapping[str, int]) -> tuple[Loan, ...]:
@@ -29,20 +29,20 @@ def expert_loans(spec: Spec, sizes: Mapping[str, int]) -> tuple[Loan, ...]:
     stated = spec.mesh.get("ep") if isinstance(spec.mesh, Mapping) else None
     if stated is None:
         return ()
-    if stated == 1 and _LENDER in sizes:
-        return (Loan("ep", 1, _LENDER),)
+    if stated == 1 and LENDER in sizes:
+        return (Loan("ep", 1, LENDER),)
     origin = spec.origin("mesh.ep")
     size = stated.size if isinstance(stated, Borrow) else stated
-    write = f"write ep: {size} in {_LENDER}"
-    if _LENDER not in sizes:
-        write = f"write mesh: {{{_LENDER}: N, ep: {size} in {_LENDER}}}"
+    write = f"write ep: {size} in {LENDER}"
+    if LENDER not in sizes:
+        write = f"write mesh: {{{LENDER}: N, ep: {size} in {LENDER}}}"
     if not isinstance(stated, Borrow):
-        what = f"ep is not a separate mesh axis: it borrows the ranks of {_LENDER}"
+        what = f"ep is not a separate mesh axis: it borrows the ranks of {LENDER}"
         raise PlanError(Problem(what, origin, write))
-    if stated.within != _LENDER:
-        what = f"ep cannot borrow ranks from {stated.within}, only from {_LENDER}"
+    if stated.within != LENDER:
+        what = f"ep cannot borrow ranks from {stated.within}, only from {LENDER}"
         raise PlanError(Problem(what, origin, write))
-    if sizes[_LENDER] % stated.size:
-        what = f"{stated.size} does not divide {_LENDER}: {sizes[_LENDER]}"
-        raise PlanError(Problem(what, origin, f"write a divisor of {sizes[_LENDER]}"))
-    return (Loan("ep", stated.size, _LENDER),)
+    if sizes[LENDER] % stated.size:
+        what = f"{stated.size} does not divide {LENDER}: {sizes[LENDER]}"
+        raise PlanError(Problem(what, origin, f"write a divisor of {sizes[LENDER]}"))
+    return (Loan("ep", stated.size, LENDER),)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from meshplan.cost.config import STRATEGY_OPTIONS, offload_of
-from meshplan.cost.grid import ACTIVATIONS_ON_HOST, CONTEXT_WORDS, MODES, RECOMPUTE
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST, CONTEXT_WORDS, RECOMPUTE, SHARD
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.layout.mesh import AXES
 from meshplan.planner.problem.decision import Evaluated
@@ -148,7 +148,7 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
             fix = f"write one of {', '.join(STRATEGY_OPTIONS)}"
             raise SpecError(Problem(f"'{text}' is not a strategy", Origin(path), fix))
         modes, reshard = STRATEGY_OPTIONS[word]
-        hybrid = word.startswith("hybrid") if MODES[modes[0]] == "shard" else None
+        hybrid = word.startswith("hybrid") if modes == (SHARD,) else None
         fixed = {"modes": modes, "reshard": reshard, "hybrid": hybrid}
     elif path == "batch.micro":
         fixed = {"micro": (_number(path, text),)}
@@ -176,7 +176,7 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
             return None, "no size of tp allows sequence_parallel"
         fixed = {"axes": {**free.axes, "tp": cut}}
     else:
-        fixed = {"reshard": (int(text == "true"),), "modes": (MODES.index("shard"),)}
+        fixed = {"reshard": (int(text == "true"),), "modes": (SHARD,)}
     return replace(free, **fixed), ""
 
 

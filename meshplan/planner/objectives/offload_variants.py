@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from meshplan.cost.grid import (
     ACTIVATIONS_ON_HOST,
-    MODES,
+    DDP,
     OPTIONS,
     PARAMS_ON_HOST,
     RECOMPUTE,
+    SHARD,
     ProgramKey,
     cuts_of,
 )
@@ -41,7 +42,6 @@ from meshplan.planner.space.trials import with_offload
 from meshplan.planner.tables.cost_table import CostTable, step_seconds
 from meshplan.planner.tables.memory_bounds import element_bytes_of
 
-_DDP, _SHARD = MODES.index("ddp"), MODES.index("shard")
 _FULL: Final = np.array([recompute == RECOMPUTE.index("full") for recompute, _ in OPTIONS])
 
 
@@ -305,14 +305,14 @@ def _offload_variants(
         return np.zeros(0, dtype=np.int64), grid[:0]
     can_be, alone = np.ones(len(grid), dtype=bool), np.zeros(len(grid), dtype=bool)
     if offload & PARAMS_ON_HOST:
-        can_be = grid["mode"] != _DDP
+        can_be = grid["mode"] != DDP
         alone = ~can_be & (grid["dp_replicate"] == 1) & (grid["dp_shard"] == 1)
-        alone &= (grid["cp"] == 1) & (_SHARD in free.modes) & (not free.hybrid)
+        alone &= (grid["cp"] == 1) & (SHARD in free.modes) & (not free.hybrid)
         alone &= free.world > 1  # The grid of a single device has these configurations already.
     at = np.flatnonzero(can_be | alone)
     rows = grid[at].copy()
     rows["offload"] = offload
-    rows["mode"] = np.where(alone[at], _SHARD, rows["mode"])
+    rows["mode"] = np.where(alone[at], SHARD, rows["mode"])
     return at, rows
 
 

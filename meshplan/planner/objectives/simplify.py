@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE
+from meshplan.cost.grid import DDP, OPTIONS, RECOMPUTE
 from meshplan.layout.mesh import AXES, DATA_AXES
 from meshplan.planner.problem.decision import Evaluated
 from meshplan.planner.problem.problem import PlanningProblem
@@ -50,7 +50,6 @@ class Try(NamedTuple):
 
 
 _MOST_SIMPLER, _MOST_MESHES, _MOST_NEAR, _MOST_GUESSES, _MORE = 8, 5, 3, 1, 1.02
-_DDP: Final = MODES.index("ddp")
 
 
 class Simplifier:
@@ -236,7 +235,7 @@ class Simplifier:
         config = self._problem.grid[row]
         spread = sum(int(config[axis] > 1) for axis in AXES)
         # FSDP over one rank counts like an axis, since it is less simple than no wrapper.
-        shards = config["mode"] != _DDP and not spread and not config["offload"]
+        shards = config["mode"] != DDP and not spread and not config["offload"]
         room = int(config["loss_chunks"] > 1) + int(allocator != "default")
         cut = sum(int(config[axis] > 1) for axis in AXES if axis not in DATA_AXES)
         return int(config["offload"]).bit_count(), spread + int(shards), cut, room

@@ -16,11 +16,12 @@ import numpy as np
 from meshplan.cost.grid import CONTEXT_WORDS, MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
 from meshplan.layout.mesh import DATA_AXES, order_of
 from meshplan.planner.solve.config import Candidate
-from meshplan.planner.space.ep import LENDER, is_placed, words
+from meshplan.planner.space.ep import is_placed, words
 from meshplan.planner.space.fixed import Pins
 from meshplan.planner.space.memory_settings import memory_setting_words
 from meshplan.planner.space.offload import offload_words
 from meshplan.planner.space.space import Freedom
+from meshplan.spec.borrow import LENDER
 from meshplan.spec.spec import AUTO, Allocator, Spec
 from meshplan.spec.strategies import strategy_of
 from meshplan.units import spans_of

@@ -8,14 +8,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import GRID, MODES, SCHEDULE_WORDS
+from meshplan.cost.grid import DDP, GRID, SCHEDULE_WORDS, SHARD, ZERO1
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.planner.space.cp import EXCHANGE
 from meshplan.planner.space.ep import go_together
 from meshplan.planner.space.offload import may_offload
 from meshplan.planner.space.space import Freedom, divisors
 
-_DDP, _ZERO1, _SHARD = range(len(MODES))
 _MOST_MICRO: Final = 64
 _FEW_STAGES: Final = (2, 3, 4)
 _HALVED: Final = frozenset(
@@ -80,22 +79,22 @@ def _data(free: Freedom, ranks: int) -> Iterator[tuple[int, int, int]]:
         free: The space.
         ranks: Number of data ranks.
     """
-    is_stated = _DDP not in free.modes
+    is_stated = DDP not in free.modes
     for shard in divisors(ranks):
         replicate = ranks // shard
         if shard not in free.axes["dp_shard"] or replicate not in free.axes["dp_replicate"]:
             continue
-        if _DDP in free.modes and shard == 1:
-            yield replicate, shard, _DDP
+        if DDP in free.modes and shard == 1:
+            yield replicate, shard, DDP
         # On a single device, FSDP2 may reshard to free the cast copy of the parameters. With more
         # devices, sharding over one data rank has no use.
         least = 1 if free.world == 1 else 2
-        if _ZERO1 in free.modes and replicate == 1 and shard >= (least if is_stated else 2):
-            yield replicate, shard, _ZERO1
+        if ZERO1 in free.modes and replicate == 1 and shard >= (least if is_stated else 2):
+            yield replicate, shard, ZERO1
         # The exceptions are offloaded parameters, which FSDP2 may shard over one rank.
         least = least if 0 in free.offload or replicate > 1 else 1
-        if _SHARD in free.modes and shard >= least and free.hybrid in (None, replicate > 1):
-            yield replicate, shard, _SHARD
+        if SHARD in free.modes and shard >= least and free.hybrid in (None, replicate > 1):
+            yield replicate, shard, SHARD
 
 
 def _steps(free: Freedom, sizes: tuple[int, ...], mode: int) -> Iterator[tuple[int, ...]]:

@@ -8,10 +8,10 @@ from typing import Any, Final, Literal
 
 from meshplan.layout.styles import EXPERT_STYLE
 from meshplan.model.graph import ModelGraph, pattern_of
+from meshplan.spec.borrow import LENDER
 from meshplan.spec.compatibility import CLASHES
 from meshplan.spec.spec import Borrow, Rule, Selector, Spec
 
-LENDER: Final = "dp_shard"
 _EXPERT: Final = "expert"
 _STACK: Final = 3
 """Number of dims of a parameter that stacks the experts' matrices. A router's weight, with a row

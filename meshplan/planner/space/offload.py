@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, PARAMS_ON_HOST
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST, DDP, PARAMS_ON_HOST, SHARD
 from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.memory.answer.hosts import host_limit
 from meshplan.plan.plan import Plan
@@ -28,7 +28,6 @@ WORDS: Final = {
 ONLY_IN_FULL: Final = (
     "offloaded activations have figures where every block is recomputed in full, only"
 )
-_DDP, _SHARD = MODES.index("ddp"), MODES.index("shard")
 
 
 def stated_offloads(spec: Spec) -> tuple[int, ...]:
@@ -85,8 +84,8 @@ def may_offload(free: Freedom, sizes: Sequence[int], mode: int, what: int) -> bo
     """
     pp, _, shard, cp = sizes
     if not what & PARAMS_ON_HOST:
-        return mode != _SHARD or shard > 1 or free.world == 1
-    return mode != _DDP and (shard > 1 or cp == 1) and (pp == 1 or free.stages_may_offload)
+        return mode != SHARD or shard > 1 or free.world == 1
+    return mode != DDP and (shard > 1 or cp == 1) and (pp == 1 or free.stages_may_offload)
 
 
 def over_host(spec: Spec, plan: Plan, memory: MemoryEstimate) -> str | None:

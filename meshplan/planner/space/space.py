@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from meshplan.cost.config import SHARD, STRATEGY_OPTIONS
-from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, OPTIONS, PARAMS_ON_HOST, RECOMPUTE
+from meshplan.cost.config import STRATEGY_OPTIONS
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, OPTIONS, PARAMS_ON_HOST, RECOMPUTE, SHARD
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.mesh import AXES
 from meshplan.memory.replay.optimizer import OF_WHOLE_TENSORS

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, OPTIONS, RECOMPUTE, cuts_of
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST, OPTIONS, RECOMPUTE, SHARD, cuts_of
 from meshplan.cost.host import has_params_on_host
 from meshplan.cost.pipeline import crossing_seconds, sending_seconds
 from meshplan.cost.profile import Profile
@@ -123,7 +123,7 @@ def cost_table_of(
             own_recompute, own_reshard = pin.recompute or recompute, pin.reshard or reshard
             if not kind.has_options:
                 own_recompute, own_reshard = (0,), (0,)
-            is_sharded = (part["mode"] == MODES.index("shard"))[:, None]
+            is_sharded = (part["mode"] == SHARD)[:, None]
             offered = np.where(
                 is_sharded,
                 _options(own_recompute, own_reshard)[None],

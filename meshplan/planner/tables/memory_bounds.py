@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from meshplan.cost.grid import (
     ACTIVATIONS_ON_HOST,
-    MODES,
+    DDP,
     OPTION_RECOMPUTE,
     OPTION_RESHARD,
+    SHARD,
     in_halves,
 )
 from meshplan.cost.host import has_params_on_host
@@ -30,7 +31,6 @@ from meshplan.planner.tables.in_flight import has_gradients
 from meshplan.spec.spec import OPTIMIZER_STATES
 
 Options = NDArray[np.bool_]
-_DDP, _ZERO1, _SHARD = range(len(MODES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def scattering_bytes(
     trained = float(sum(block.numels) - block.frozen)
     apart = min(float(block.expert_numel), trained - block.expert_numel)
     numel = np.where(grid["ep"] > 1, max(apart, 0.0), trained)
-    scatters = late & (grid["mode"] == _SHARD) & ~in_halves(grid) & ~has_params_on_host(grid)
+    scatters = late & (grid["mode"] == SHARD) & ~in_halves(grid) & ~has_params_on_host(grid)
     many = np.where(scatters, grid["virtual"] - 1, 0)
     return np.asarray(many * numel * reduce_bytes, dtype=np.float64)
 
@@ -100,16 +100,16 @@ def resident_bytes(
     """
     numel = float(sum(kind.numels))
     mode = grid["mode"][:, None]
-    local_numel = np.where(mode == _DDP, numel, share(grid, kind)[:, None])
+    local_numel = np.where(mode == DDP, numel, share(grid, kind)[:, None])
     trained = local_numel * trained_share(kind)
     own = local_numel * sizes.stored + trained * sizes.states
     # Forward uses a copy of the parameters, unless they are neither sharded nor cast.
-    is_copied = (mode != _DDP) | (sizes.computed != sizes.stored)
-    is_freed = (mode == _SHARD) & kind.has_options & OPTION_RESHARD[None, :]
+    is_copied = (mode != DDP) | (sizes.computed != sizes.stored)
+    is_freed = (mode == SHARD) & kind.has_options & OPTION_RESHARD[None, :]
     waits = have_waited(grid, late)[:, None]
     copied = np.where(is_copied & ~is_freed, numel * sizes.computed, 0.0)
     # Without a pipeline, DDP's buckets exist before the first backward.
-    is_bucket = (mode == _DDP) & (grid["pp"] == 1)[:, None]
+    is_bucket = (mode == DDP) & (grid["pp"] == 1)[:, None]
     gradients = np.where(waits | is_bucket, whole_bytes(grid, kind, sizes)[:, None], 0.0)
     gradients = gradients + reduced_bytes(grid, kind, sizes)[:, None]
     own = np.where(has_params_on_host(grid)[:, None], 0.0, own + gradients)
@@ -134,7 +134,7 @@ def whole_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes
     """
     numel = float(sum(kind.numels)) * trained_share(kind)
     whole = np.where(in_halves(grid), min(sizes.computed, sizes.stored), sizes.stored) * numel
-    is_whole = ((grid["mode"] != _SHARD) | in_halves(grid)) & ~has_params_on_host(grid)
+    is_whole = ((grid["mode"] != SHARD) | in_halves(grid)) & ~has_params_on_host(grid)
     return np.asarray(np.where(is_whole, whole, 0.0), dtype=np.float64)
 
 
@@ -148,8 +148,8 @@ def reduced_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementByt
     """
     is_alone = grid["dp_replicate"] * grid["dp_shard"] * grid["cp"] == 1
     is_piped = (grid["pp"] > 1) & ~(is_alone & (sizes.computed == sizes.stored))
-    are_units = ((grid["mode"] != _DDP) | is_piped) & ~has_params_on_host(grid)
-    local_numel = np.where(grid["mode"] == _DDP, float(sum(kind.numels)), share(grid, kind))
+    are_units = ((grid["mode"] != DDP) | is_piped) & ~has_params_on_host(grid)
+    local_numel = np.where(grid["mode"] == DDP, float(sum(kind.numels)), share(grid, kind))
     reduced = local_numel * trained_share(kind) * sizes.stored
     return np.asarray(np.where(are_units, reduced, 0.0), dtype=np.float64)
 
@@ -160,7 +160,7 @@ def step_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes)
     They are those of its parameters, gradients and optimizer states.
     """
     numel = float(sum(kind.numels))
-    local_numel = np.where(grid["mode"] == _DDP, numel, share(grid, kind))
+    local_numel = np.where(grid["mode"] == DDP, numel, share(grid, kind))
     trained = local_numel * trained_share(kind)
     num_bytes = local_numel * sizes.stored + trained * (sizes.stored + sizes.states)
     return np.asarray(np.where(has_params_on_host(grid), 0.0, num_bytes), dtype=np.float64)
@@ -178,7 +178,7 @@ def reducing_bytes(
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `post_backward`.
     """
     each = sizes.computed + max(sizes.computed, reduce_bytes)
-    is_cut = (grid["mode"] == _SHARD) & (grid["dp_shard"] * grid["cp"] > 1) & ~in_halves(grid)
+    is_cut = (grid["mode"] == SHARD) & (grid["dp_shard"] * grid["cp"] > 1) & ~in_halves(grid)
     made = _unit(grid, kind) * each * trained_share(kind)
     return np.asarray(np.where(is_cut, made, 0.0), dtype=np.float64)
 
@@ -220,7 +220,7 @@ def backward_growth_bytes(
 
 def always_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes) -> Floats:
     """Return [configs] bytes that one block always has: parameter shards and optimizer states."""
-    local_numel = np.where(grid["mode"] == _DDP, float(sum(kind.numels)), share(grid, kind))
+    local_numel = np.where(grid["mode"] == DDP, float(sum(kind.numels)), share(grid, kind))
     own = local_numel * sizes.stored + local_numel * trained_share(kind) * sizes.states
     return np.asarray(np.where(has_params_on_host(grid), 0.0, own), dtype=np.float64)
 
@@ -275,7 +275,7 @@ def waiting_bytes(
     """
     at_first, at_last = (float(sum(kind.numels) - kind.frozen) for kind in (first, last))
     numel = at_last + np.where(grid["pp"] == 1, at_first, 0.0)
-    waits = (grid["mode"] == _SHARD) & (grid["microbatches"] > grid["pp"])
+    waits = (grid["mode"] == SHARD) & (grid["microbatches"] > grid["pp"])
     waits = waits & ~in_halves(grid) & ~has_params_on_host(grid)
     return np.asarray(np.where(waits, numel * reduce_bytes, 0.0), dtype=np.float64)
 

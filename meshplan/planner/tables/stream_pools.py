@@ -10,19 +10,16 @@ Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py; `memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import MODES, in_halves
+from meshplan.cost.grid import DDP, SHARD, in_halves
 from meshplan.cost.host import has_params_on_host
 from meshplan.cost.types import BlockKind
 from meshplan.planner.knapsack.knapsack import Floats
 from meshplan.planner.tables.memory_bounds import HeldElementBytes, trained_share
-
-_DDP: Final = MODES.index("ddp")
-_SHARD: Final = MODES.index("shard")
 
 
 class StreamPools(NamedTuple):
@@ -64,12 +61,12 @@ def stream_pools_of(
     unit = np.where(is_spread, numel - block.expert_numel, numel)
     # An all-gather buffer is kept until the next unit's parameters are copied out of the next
     # buffer. If dtypes differ, a cast copy of the shard is the input of the all-gather.
-    gathers = (grid["mode"] != _DDP) & (ranks > 1)
+    gathers = (grid["mode"] != DDP) & (ranks > 1)
     is_cast = sizes.computed != sizes.stored
     gathered = np.where(gathers, (unit * (1 + is_cast / ranks)) * sizes.computed, 0.0)
     ahead = np.where(gathers, sizes.computed, 0.0)
     # From the second microbatch on, a reduced gradient exists beside the sum that it is added to.
-    adds = (grid["mode"] == _SHARD) & (grid["microbatches"] > 1) & ~in_halves(grid)
+    adds = (grid["mode"] == SHARD) & (grid["microbatches"] > 1) & ~in_halves(grid)
     gradient_copies = np.where(adds & ~has_params_on_host(grid), reduce_bytes / ranks, 0.0)
     own = unit * trained_share(block)
     first, last = (float(sum(sum(kind.numels) for kind in part)) for part in ends)

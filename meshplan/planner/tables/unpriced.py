@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from meshplan.assign.base.cascade import Cascade
 from meshplan.cost.config import mode_of, offload_of, stage_of
-from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, PARAMS_ON_HOST
+from meshplan.cost.grid import ACTIVATIONS_ON_HOST, DDP, PARAMS_ON_HOST, ZERO1
 from meshplan.cost.pipeline import CLOSED_FORMS
 from meshplan.errors import Problem
 from meshplan.layout.mesh import SHARD_AXES
@@ -15,7 +15,7 @@ from meshplan.layout.optimizers import product_flops
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.model.graph import around, is_inside
 from meshplan.plan.plan import Plan
-from meshplan.planner.space.ep import LENDER
+from meshplan.spec.borrow import LENDER
 
 
 def not_read(plan: Plan) -> Iterator[Problem]:
@@ -34,9 +34,9 @@ def _no_figures(plan: Plan, what: str) -> Problem:
 def unpriced(plan: Plan) -> Iterator[Problem]:
     """Yield a problem for each feature of the plan that the cost model has no figures for."""
     a, mesh, stages = plan.assignment, plan.mesh, plan.assignment.stages
-    mode = MODES[mode_of(plan)]
-    odd_data = (mode == "ddp" and mesh.size("dp_shard") > 1) or (
-        mode == "zero1" and mesh.size("dp_replicate") > 1
+    mode = mode_of(plan)
+    odd_data = (mode == DDP and mesh.size("dp_shard") > 1) or (
+        mode == ZERO1 and mesh.size("dp_replicate") > 1
     )
     apart = [block for block in plan.graph.blocks() if block not in a.units]
     blocks = plan.graph.blocks()
@@ -104,7 +104,7 @@ def has_unlike_units(plan: Plan) -> bool:
     Units of experts are left out: with ep they are sharded over the ranks that ep leaves. So are
     the units of ddp, which shard nothing.
     """
-    if MODES[mode_of(plan)] == "ddp":
+    if mode_of(plan) == DDP:
         return False
     a, mesh = plan.assignment, plan.mesh
     usual = mesh.present(SHARD_AXES), mesh.present(("dp_replicate",))

@@ -18,7 +18,7 @@ from meshplan.cost.config import (
     plan_as_config,
     stage_of_places,
 )
-from meshplan.cost.grid import OPTIONS, PARAMS_ON_HOST
+from meshplan.cost.grid import OPTIONS, PARAMS_ON_HOST, Array
 from meshplan.cost.pipeline import (
     CLOSED_FORMS,
     crossing_seconds,
@@ -26,7 +26,7 @@ from meshplan.cost.pipeline import (
     unhidden_seconds,
 )
 from meshplan.cost.profile import Profile, profile_of_plan, without
-from meshplan.cost.rows import Array, UnitPart
+from meshplan.cost.rows import UnitPart
 from meshplan.cost.simulate import simulate
 from meshplan.cost.step import Terms, terms
 from meshplan.cost.types import Chain
