@@ -86,6 +86,11 @@ class Plan:
         return self.mesh.size(*DATA_AXES)
 
     @property
+    def samples(self) -> int:
+        """Samples of a step, summed over ranks; 0 if the plan states no batch size."""
+        return (self.micro or 0) * self.accumulate * self.num_data_ranks
+
+    @property
     def num_microbatches(self) -> int:
         """Number of forwards of a rank in one optimizer step: accumulation x pipeline."""
         stages = self.assignment.stages

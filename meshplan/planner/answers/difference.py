@@ -243,8 +243,7 @@ def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
         yield "pipeline.split", _begins(plan, stages)
     yield "batch.micro", plan.micro
     yield "batch.accumulate", plan.accumulate
-    samples = plan.micro and plan.micro * plan.accumulate * plan.num_data_ranks
-    yield "batch.global", samples
+    yield "batch.global", plan.samples or None
     yield "batch.seq_len", spec.batch.seq_len
     for role in ("param", "reduce", "output", "master"):
         yield f"precision.{role}", getattr(spec.precision, role)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -11,7 +11,6 @@ from meshplan.planner.objectives.offload_variants import fastest_that_fits
 from meshplan.planner.objectives.priced import is_priced, price
 from meshplan.planner.problem.decision import Evaluated, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.units import format_gib, format_step
 
 _STEP: Final = 0.95
@@ -37,8 +36,7 @@ def frontier(
     if is_priced(request):
         alone = price(request, report).chosen
         return ((alone,) if alone else ()), True
-    began = time.monotonic()
-    deadline = began + (TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s)
+    deadline = time.monotonic() + request.limit_s
     out: list[Evaluated] = []
     limit, free, is_whole = request.limit_bytes, None, True
     while len(out) < _MOST_POINTS:
@@ -49,11 +47,9 @@ def frontier(
         evaluated = found.measured.result if found.measured is not None else None
         if not isinstance(evaluated, Evaluated) or not found.is_whole:
             break
-        certified = problem.certified(evaluated)
-        if certified is None:
+        if (evaluated := problem.certified(evaluated)) is None:
             is_whole = False
             break
-        evaluated = certified
         out.append(evaluated)
         report(f"{format_step(evaluated.seconds)} within {format_gib(limit)}")
         limit = int(evaluated.memory.worst.band[1] * _STEP)
@@ -62,12 +58,9 @@ def frontier(
 
 def undominated(evaluated_plans: Iterable[Evaluated]) -> tuple[Evaluated, ...]:
     """Return the plans that no other plan dominates in time and memory, fastest first."""
-    return tuple(_undominated(evaluated_plans))
-
-
-def _undominated(evaluated_plans: Iterable[Evaluated]) -> Iterator[Evaluated]:
-    least = float("inf")
+    least, out = float("inf"), list[Evaluated]()
     for evaluated in sorted(evaluated_plans, key=lambda w: (w.seconds, w.memory.worst.band[1])):
         if evaluated.memory.worst.band[1] < least:
             least = evaluated.memory.worst.band[1]
-            yield evaluated
+            out.append(evaluated)
+    return tuple(out)

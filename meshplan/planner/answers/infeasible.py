@@ -25,7 +25,6 @@ from meshplan.planner.solve.config import ConfigSolver
 from meshplan.planner.space.space import EmptySpaceError
 from meshplan.planner.tables.cost_table import memory_bounds
 from meshplan.shown import shown
-from meshplan.spec.keys import TIME_LIMIT_S
 
 _MOST_TIMES: Final = 16
 """Largest factor by which the number of nodes is raised."""
@@ -125,7 +124,7 @@ class _Asking:
     def __init__(self, request: PlanRequest, report: Callable[[str], None]) -> None:
         self._request, self._report = request, report
         self._stated = statements_of(request.read(()))
-        self._limit = TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s
+        self._limit = request.limit_s
         self._deadline = 0.0
         self._known: dict[frozenset[Statement], _Outcome] = {}
         self._is_whole, self._is_hopeless = True, False

@@ -170,19 +170,29 @@ class Options:
         ends, prices = np.zeros((2, len(counts), len(kinds) + 1))
         np.cumsum(many * won, axis=1, out=ends[:, 1:])
         np.cumsum(many * lost, axis=1, out=prices[:, 1:])
-        over = counts @ memory - capacity
-        # `to` is the step in which enough memory is freed. Only a `share` of this step is taken.
-        to = np.minimum((ends < over[:, None]).sum(axis=1), ends.shape[1] - 1)
-        at = np.maximum(to - 1, 0)
-        row = np.arange(len(over)) if len(counts) > 1 else np.zeros(len(over), dtype=np.int64)
-        width = ends[row, to] - ends[row, at]
-        share = np.where(width > 0, (over - ends[row, at]) / np.where(width > 0, width, 1.0), 1.0)
-        price = prices[row, at] + share * (prices[row, to] - prices[row, at])
-        bound = counts @ seconds + np.where(over > 0, price, 0.0)
+        bound = counts @ seconds + seconds_to_free(ends, prices, counts @ memory - capacity)
         fits = counts @ self.smallest <= capacity
         if not there.all():
             fits &= ~(counts[:, ~there] > 0).any(axis=1)
         return np.where(fits, bound, np.inf)
+
+
+def seconds_to_free(ends: Floats, prices: Floats, over: Floats) -> Floats:
+    """Return [queries] the fewest seconds lost to free bytes, part of a step included.
+
+    Args:
+        ends: [queries, or 1, steps + 1] bytes freed after each step.
+        prices: The seconds lost after each step.
+        over: [queries] bytes to free; 0 seconds if not positive.
+    """
+    # `to` is the step in which enough memory is freed. Only a `share` of this step is taken.
+    to = np.minimum((ends < over[:, None]).sum(axis=1), ends.shape[1] - 1)
+    at = np.maximum(to - 1, 0)
+    row = np.arange(len(over)) if len(ends) > 1 else np.zeros(len(over), dtype=np.int64)
+    width = ends[row, to] - ends[row, at]
+    share = np.where(width > 0, (over - ends[row, at]) / np.where(width > 0, width, 1.0), 1.0)
+    price = prices[row, at] + share * (prices[row, to] - prices[row, at])
+    return np.where(over > 0, price, 0.0)
 
 
 def solve(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshplan.planner.knapsack.knapsack import Counts, Floats, Options
+from meshplan.planner.knapsack.knapsack import Counts, Floats, Options, seconds_to_free
 
 
 def solve_relaxations(queries: Sequence[tuple[Options, Counts, float]]) -> list[Floats]:
@@ -54,14 +54,8 @@ def solve_relaxations(queries: Sequence[tuple[Options, Counts, float]]) -> list[
     prices, ends = np.zeros((2, len(of), num_steps + 1))
     np.cumsum(many * steps[0][of], axis=1, out=prices[:, 1:])
     np.cumsum(many * steps[1][of], axis=1, out=ends[:, 1:])
-    # Step `to` is the first after which enough is freed. Only a `share` of this step is taken.
-    over = memory - capacity
-    to = np.minimum((ends < over[:, None]).sum(axis=1), num_steps)
-    at, row = np.maximum(to - 1, 0), np.arange(len(of))
-    width = ends[row, to] - ends[row, at]
-    share = np.where(width > 0, (over - ends[row, at]) / np.where(width > 0, width, 1.0), 1.0)
-    price = prices[row, at] + share * (prices[row, to] - prices[row, at])
-    bound = np.where(smallest <= capacity, seconds + np.where(over > 0, price, 0.0), np.inf)
+    freeing_s = seconds_to_free(ends, prices, memory - capacity)
+    bound = np.where(smallest <= capacity, seconds + freeing_s, np.inf)
     # Queries with a block of a kind without any option are infeasible. Such blocks counted as 0
     # seconds so far.
     for n, (menu, (end, size)) in enumerate(zip(menus, _ends(sizes), strict=True)):

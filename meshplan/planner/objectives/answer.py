@@ -20,7 +20,6 @@ from meshplan.planner.problem.decision import Decision, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.space.fixed import AS_STATED
 from meshplan.planner.space.space import EmptySpaceError, Rejected
-from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.spec.spec import AUTO
 
 OnProgress = Callable[[str], None]
@@ -56,24 +55,11 @@ def answer(request: PlanRequest, report: OnProgress = lambda text: None) -> Deci
         raise
 
 
-def smallest(request: PlanRequest, report: OnProgress = lambda text: None) -> Decision:
-    """Find the plan that uses the least memory, whatever its step time.
+def smallest_of(problem: PlanningProblem, report: OnProgress = lambda text: None) -> Decision:
+    """Find the plan of a problem that uses the least memory, whatever its step time.
 
     `Decision.gap` is the share by which the lower bound of all configurations is below the
     plan's memory.
-
-    Args:
-        request: The request.
-        report: Called with lines on the progress.
-
-    Raises:
-        PlanError: The plan file lacks a statement, or allows no configuration.
-    """
-    return smallest_of(PlanningProblem(request), report)
-
-
-def smallest_of(problem: PlanningProblem, report: OnProgress = lambda text: None) -> Decision:
-    """Find the plan of a problem that uses the least memory.
 
     Configurations with offload are searched if the plan states `offload: auto`, or if nothing fits
     without offload.
@@ -83,31 +69,23 @@ def smallest_of(problem: PlanningProblem, report: OnProgress = lambda text: None
         report: Called with lines on the progress.
     """
     began, request = time.monotonic(), problem.request
-    limit = TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s
     report(grid_line(problem))
     offload = problem.spec.offload
     if AUTO in (offload.params, offload.activations):
         add_offload_variants(problem)
-    least = LeastMemory(problem, began + limit)
-    evaluated = (
-        least.evaluated if least.evaluated is not None and least.evaluated.memory.fits else None
-    )
-    if evaluated is None and least.is_whole and add_offload_variants(problem):
+    least = LeastMemory(problem, began + request.limit_s)
+    if least.fitting is None and least.is_whole and add_offload_variants(problem):
         problem.allow(request.limit_bytes)
-        least = LeastMemory(problem, began + limit)
-        evaluated = (
-            least.evaluated if least.evaluated is not None and least.evaluated.memory.fits else None
-        )
+        least = LeastMemory(problem, began + request.limit_s)
     elif not problem.is_widened and len(problem.free.offload) > 1:
         problem.reject(Rejected("offload=params, activations", _NOT_ASKED))
+    evaluated = least.fitting
     if evaluated is not None and (evaluated := problem.certified(evaluated)) is None:
         # A trace shows that the plan does not fit. Return the fastest plan, which is certified too.
         return replace(decide(request, report), objective="memory", gap=1.0, is_whole=False)
     samples, gap = 0, 1.0
     if evaluated is not None:
-        samples = (
-            (evaluated.plan.micro or 0) * evaluated.plan.accumulate * evaluated.plan.num_data_ranks
-        )
+        samples = evaluated.plan.samples
         gap = max(0.0, 1 - least.lower_bytes / evaluated.memory.worst.band[1])
     return Decision(
         spec=problem.spec,
@@ -122,7 +100,6 @@ def smallest_of(problem: PlanningProblem, report: OnProgress = lambda text: None
         num_measured=least.num_measured,
         search_s=time.monotonic() - began,
         samples=samples,
-        tokens=samples * (problem.spec.batch.seq_len or 0),
         flops=problem.flops_of_sample * samples,
         profile=problem.profile,
         limit_bytes=request.limit_bytes,
@@ -133,10 +110,10 @@ def smallest_of(problem: PlanningProblem, report: OnProgress = lambda text: None
     )
 
 
-def _by_time(request: PlanRequest, report: OnProgress) -> Decision:
-    return decide(request, report)
+def _by_memory(request: PlanRequest, report: OnProgress) -> Decision:
+    return smallest_of(PlanningProblem(request), report)
 
 
 _BY_OBJECTIVE: Final[Mapping[str, Callable[[PlanRequest, OnProgress], Decision]]] = (
-    MappingProxyType({"time": _by_time, "memory": smallest, "balanced": balanced, "cost": cheapest})
+    MappingProxyType({"time": decide, "memory": _by_memory, "balanced": balanced, "cost": cheapest})
 )

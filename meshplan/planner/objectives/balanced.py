@@ -23,7 +23,6 @@ from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.result import SearchResult
 from meshplan.planner.solve.search import search
 from meshplan.planner.tables.cost_table import CostTable, memory_bounds, time_bounds
-from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.units import format_gib, format_step
 
 _STEP: Final = 0.95
@@ -85,13 +84,11 @@ def _so_far(decision: Decision, found: Balance) -> Decision:
     """Return the decision with the plan that `balance` found as the chosen one."""
     problem, candidate = found.problem, found.evaluated.candidate
     assert candidate is not None
-    samples = problem.samples(candidate.row)
     return replace(
         decision,
         chosen=problem.certified(found.evaluated),
         best_s=found.evaluated.seconds,
-        samples=samples,
-        tokens=samples * (problem.spec.batch.seq_len or 0),
+        samples=problem.samples(candidate.row),
         flops=problem.flops(candidate.row),
     )
 
@@ -111,8 +108,7 @@ def balance(
     Raises:
         PlanError: The plan file lacks a statement, or allows no configuration.
     """
-    began = time.monotonic()
-    deadline = began + (TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s)
+    deadline = time.monotonic() + request.limit_s
     limit, free = request.limit_bytes, None
     at: tuple[PlanningProblem, Evaluated] | None = None
     best, lower, seconds = float("inf"), float("inf"), 0.0

@@ -93,7 +93,6 @@ def fastest_of(
     else:
         chosen = None
     best = found.best
-    samples = problem.samples(best.row) if best else 0
     ladder = _ladder(problem, table, best) if best else None
     is_stopped = problem.request.is_stopped()
     decision = Decision(
@@ -108,8 +107,7 @@ def fastest_of(
         num_options=sum(problem.free.options),
         num_measured=found.num_measured,
         search_s=time.monotonic() - began,
-        samples=samples,
-        tokens=samples * (problem.spec.batch.seq_len or 0),
+        samples=problem.samples(best.row) if best else 0,
         flops=problem.flops(best.row) if best else 0.0,
         profile=problem.profile,
         limit_bytes=problem.request.limit_bytes,

@@ -79,6 +79,11 @@ class LeastMemory:
                     least, self.evaluated = evaluated.memory.worst.band[1], evaluated
                     problem.allow(least)  # Later estimates stop above the best plan's bytes.
 
+    @property
+    def fitting(self) -> Evaluated | None:
+        """The plan with the least memory, if it fits."""
+        return self.evaluated if self.evaluated and self.evaluated.memory.fits else None
+
     def _is_late(self, problem: PlanningProblem, deadline: float) -> bool:
         late = time.monotonic() > deadline or problem.request.is_stopped()
         self.is_whole = self.is_whole and not late

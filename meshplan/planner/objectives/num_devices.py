@@ -20,7 +20,6 @@ from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import cluster_of
 from meshplan.planner.tables.cost_table import time_bounds
 from meshplan.shown import shown
-from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.spec.spec import Spec
 from meshplan.units import format_seconds
 
@@ -152,8 +151,7 @@ class _Fewest:
         self, request: PlanRequest, tokens: float, days: float, report: Callable[[str], None]
     ) -> None:
         self._request, self._tokens, self._days, self._report = request, tokens, days, report
-        limit = TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s
-        self._deadline = time.monotonic() + 4 * limit
+        self._deadline = time.monotonic() + 4 * request.limit_s
         self._known: dict[int, Size] = {}
 
     def run(self) -> TrainingTarget:

@@ -199,8 +199,6 @@ def price(request: PlanRequest, report: Callable[[str], None] = lambda text: Non
         )
         problem = Problem(what, spec.origin("mesh"), fix)
         raise UnsearchedError(problem, (Rejected("other plans", why),), missing)
-    samples = (plan.micro or 0) * plan.accumulate * plan.num_data_ranks
-    flops = found.flops * samples
     return Decision(
         spec=spec,
         chosen=evaluated,
@@ -213,9 +211,8 @@ def price(request: PlanRequest, report: Callable[[str], None] = lambda text: Non
         num_options=1,
         num_measured=1,
         search_s=time.monotonic() - began,
-        samples=samples,
-        tokens=samples * (spec.batch.seq_len or 0),
-        flops=flops,
+        samples=plan.samples,
+        flops=found.flops * plan.samples,
         profile=costed.profile,
         limit_bytes=request.limit_bytes,
         objective="time",  # Others compare plans, and there is only this one.

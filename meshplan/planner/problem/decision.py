@@ -18,6 +18,7 @@ from meshplan.planner.solve.config import Candidate
 from meshplan.planner.solve.shares import Shares
 from meshplan.planner.space.space import Rejected
 from meshplan.shown import shown
+from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.spec.spec import Spec
 
 
@@ -70,6 +71,11 @@ class PlanRequest:
     profile: Profile | None = None
     profile_path: Path | None = None
     chains: dict[tuple[int, str, int], Chain] = field(default_factory=dict, compare=False)
+
+    @property
+    def limit_s(self) -> float:
+        """`time_limit_s`, or the default limit, for searches that never run without one."""
+        return TIME_LIMIT_S if self.time_limit_s is None else self.time_limit_s
 
 
 @shown
@@ -221,7 +227,6 @@ class Decision:
         num_measured: Number of candidates whose memory was estimated.
         search_s: Seconds that planning took.
         samples: Samples of a step, summed over ranks.
-        tokens: Tokens of a step, summed over ranks.
         flops: Flops of a step, summed over ranks, without recomputation.
         profile: Speeds of the machine that the search used.
         limit_bytes: Bytes of memory that one device may use.
@@ -253,7 +258,6 @@ class Decision:
     num_measured: int
     search_s: float
     samples: int
-    tokens: int
     flops: float
     profile: Profile
     limit_bytes: int
@@ -271,6 +275,11 @@ class Decision:
     def evaluated_plans(self) -> tuple[Evaluated, ...]:
         """The chosen plan, if any, and its alternatives. All of them fit."""
         return (*((self.chosen,) if self.chosen else ()), *self.alternatives)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, summed over ranks."""
+        return self.samples * (self.spec.batch.seq_len or 0)
 
     def tokens_per_s(self, evaluated: Evaluated) -> float:
         """Return the tokens per second and device of a plan."""
