@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -10,8 +9,7 @@ from meshplan.assign.auto.numbers import NotTheSame, Rehearsals
 from meshplan.assign.auto.proof import Refuted, RegionProof, prove
 from meshplan.assign.auto.regions import FlowUses, NoRegion, Region, find_region
 from meshplan.model.dims.factors import Factor
-
-_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+from meshplan.model.graph import pattern_of
 
 
 @dataclass(slots=True)
@@ -77,27 +75,22 @@ def _candidates(
         if region.size % size:
             what = f"its {region.size} heads or features do not divide by tp {size}"
             out.refused[factor] = what
-        elif not all(may_cut(fqn) for fqn in (*region.words, *_owners(region.parts))):
+        elif not all(may_cut(fqn) for fqn in (*region.words, *owners_of(region.parts))):
             out.refused[factor] = "a rule places a module that would be sharded with it"
         else:
             found.append(region)
     return sorted(found, key=lambda r: -r.num_elements)
 
 
-def _owners(parameters: Iterable[str]) -> list[str]:
+def owners_of(parameters: Iterable[str]) -> list[str]:
     return [fqn.rpartition(".")[0] for fqn in parameters]
-
-
-def pattern(fqn: str) -> str:
-    """Replace each number in a name, such as the index of a layer, by `*`."""
-    return _NUMBER.sub(".*", fqn)
 
 
 def _kinds(regions: Iterable[Region]) -> list[list[Region]]:
     """Return the regions in groups; regions of a group differ only in layer numbers."""
     found: dict[object, list[Region]] = {}
     for region in regions:
-        key = (region.size, frozenset((pattern(m), w) for m, w in region.words.items()))
+        key = (region.size, frozenset((pattern_of(m), w) for m, w in region.words.items()))
         found.setdefault(key, []).append(region)
     return list(found.values())
 

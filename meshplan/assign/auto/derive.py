@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from meshplan.assign.auto.alone import projections
-from meshplan.assign.auto.choose import CutChoice, choose, pattern
+from meshplan.assign.auto.choose import CutChoice, choose, owners_of
 from meshplan.assign.auto.known import SUMMED, KnownCuts, known, listed
 from meshplan.assign.auto.known_stream import known_stream
 from meshplan.assign.auto.numbers import Rehearsals
@@ -21,7 +21,7 @@ from meshplan.errors import Origin, Problem
 from meshplan.layout.layout import Piece
 from meshplan.layout.mesh import Mesh
 from meshplan.model.dims import classify
-from meshplan.model.graph import ModelGraph
+from meshplan.model.graph import ModelGraph, pattern_of
 from meshplan.model.rehearsal import Rehearse
 from meshplan.spec.spec import AUTO, Spec
 
@@ -223,7 +223,7 @@ def _by_themselves(
         fqn: Preset("R", Reason(f"auto: replicated, since {why}")) for fqn, why in others.items()
     }
     preset |= {fqn: Preset("colwise_gather_output", reason, is_proved=True) for fqn in found}
-    names = listed(dict.fromkeys(map(pattern, found)))
+    names = listed(dict.fromkeys(map(pattern_of, found)))
     note = Problem(
         f"{nothing.what}; projections sharded one by one, each output all-gathered: {names}",
         origin,
@@ -305,8 +305,8 @@ def _uses(choice: CutChoice) -> dict[str, LocalUse]:
 
 def _whole(flow_uses: FlowUses, choice: CutChoice, may_cut: object) -> dict[str, str]:
     """Return why modules with matrices are replicated, by module fqn."""
-    cut = {fqn for r in choice.regions for fqn in (*r.words, *_holders(r.parts))}
-    cut |= {*choice.gathered, *choice.proof.summed_modules, *_holders(choice.proof.summed)}
+    cut = {fqn for r in choice.regions for fqn in (*r.words, *owners_of(r.parts))}
+    cut |= {*choice.gathered, *choice.proof.summed_modules, *owners_of(choice.proof.summed)}
     out: dict[str, str] = {}
     for fqn in flow_uses.graph.modules:
         matrices = [t for t in flow_uses.graph.owned(fqn) if len(t.shape) > 1 and not t.is_buffer]
@@ -316,10 +316,6 @@ def _whole(flow_uses: FlowUses, choice: CutChoice, may_cut: object) -> dict[str,
             continue
         out[fqn] = choice.uncut.get(fqn) or _reason(flow_uses, choice, [t.fqn for t in matrices])
     return out
-
-
-def _holders(parameters: Iterable[str]) -> list[str]:
-    return [fqn.rpartition(".")[0] for fqn in parameters]
 
 
 def _reason(flow_uses: FlowUses, choice: CutChoice, tensors: list[str]) -> str:
@@ -349,7 +345,7 @@ def _reason(flow_uses: FlowUses, choice: CutChoice, tensors: list[str]) -> str:
 
 def _folded(whole: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return pairs (fqn with `*` for numbers, reason), each once."""
-    return list(dict.fromkeys((pattern(fqn), why) for fqn, why in whole.items()))
+    return list(dict.fromkeys((pattern_of(fqn), why) for fqn, why in whole.items()))
 
 
 def _notes(whole: Mapping[str, str], origin: Origin) -> Iterable[Problem]:

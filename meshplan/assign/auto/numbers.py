@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from meshplan.assign.auto.comparison import Divergence, compare
@@ -93,16 +93,7 @@ class Rehearsals:
     def run(self, regions: tuple[Region, ...], attributes: Attributes) -> Divergence | None:
         """Return the divergence of a rehearsal with these local values; None if there is none."""
         self.tries += 1
-        words = {fqn: word for r in regions for fqn, word in r.words.items()}
-        rehearsed = self.rehearse(
-            Rehearsal(
-                size=self.size,
-                takes_part=frozenset(m for m, w in words.items() if w == "rowwise"),
-                leaves_part=frozenset(m for m, w in words.items() if w != "rowwise"),
-                parts={fqn: dim for r in regions for fqn, dim in r.parts.items()},
-                attributes=attributes,
-            )
-        )
+        rehearsed = self.rehearse(self._rehearsal(regions, attributes))
         found = compare(self.flow_uses, regions, self.size, rehearsed)
         if not isinstance(rehearsed, Stopped):
             self.clue = found  # More informative than the divergence of a rehearsal that stopped.
@@ -112,22 +103,28 @@ class Rehearsals:
         self, regions: tuple[Region, ...], attributes: Attributes, stream: Stream
     ) -> Divergence | None:
         """Return the divergence of a rehearsal with the sequence sharded too; None if none."""
-        words = {fqn: word for r in regions for fqn, word in r.words.items()}
-        closing = frozenset(m for m, w in words.items() if w == "rowwise")
-        opening = {m for m, w in words.items() if w != "rowwise"} | stream.taking
+        own = self._rehearsal(regions, attributes)
+        opening = own.leaves_part | stream.taking
         gathered = {(m, "") for m in opening - stream.inside - stream.whole}
         rehearsed = self.rehearse(
-            Rehearsal(
-                size=self.size,
-                takes_part=closing,
-                leaves_part=frozenset(m for m, w in words.items() if w != "rowwise"),
-                parts={fqn: dim for r in regions for fqn, dim in r.parts.items()},
-                attributes=attributes,
-                cut=frozenset((*stream.cuts, *((m, None) for m in closing))),
+            replace(
+                own,
+                cut=frozenset((*stream.cuts, *((m, None) for m in own.takes_part))),
                 gathered=frozenset((*stream.gathers, *gathered, *((m, None) for m in stream.ends))),
             )
         )
         return compare(self.flow_uses, regions, self.size, rehearsed, stream.ops)
+
+    def _rehearsal(self, regions: tuple[Region, ...], attributes: Attributes) -> Rehearsal:
+        """Return the rehearsal of these regions, without sharding of the sequence."""
+        words = {fqn: word for r in regions for fqn, word in r.words.items()}
+        return Rehearsal(
+            size=self.size,
+            takes_part=frozenset(m for m, w in words.items() if w == "rowwise"),
+            leaves_part=frozenset(m for m, w in words.items() if w != "rowwise"),
+            parts={fqn: dim for r in regions for fqn, dim in r.parts.items()},
+            attributes=attributes,
+        )
 
     def _repair(
         self, regions: tuple[Region, ...], found: Attributes, difference: Divergence

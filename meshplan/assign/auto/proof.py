@@ -70,12 +70,10 @@ def prove(
         Refuted: There is no proof; the message names the place and the reason.
     """
     regions = tuple(regions)
-    cut = frozenset(r.factor for r in regions)
-    styled = {fqn: (word, region) for region in regions for fqn, word in region.words.items()}
-    count = sum(len(r.words) for r in regions)
-    if len(styled) != count or any(fqn in styled for fqn in gathered):
+    names = [*gathered, *(fqn for region in regions for fqn in region.words)]
+    if len(set(names)) != len(names):
         raise Refuted("two dims would shard the same module")
-    walk = _BackwardWalk(flow_uses, cut, styled, gathered)
+    walk = _BackwardWalk(flow_uses, regions, gathered)
     walk.forward()
     return walk.backward()
 
@@ -105,10 +103,7 @@ def summed_beside(
     Raises:
         Refuted: A gradient would be partly whole and partly a partial sum.
     """
-    regions = tuple(regions)
-    cut = frozenset(r.factor for r in regions)
-    styled = {fqn: (word, region) for region in regions for fqn, word in region.words.items()}
-    walk = _BackwardWalk(flow_uses, cut, styled, gathered)
+    walk = _BackwardWalk(flow_uses, tuple(regions), gathered)
     walk.entering = entering
     for value in (*parts, *entering):
         walk.is_cut[value] = True
@@ -124,18 +119,18 @@ class _BackwardWalk:
     def __init__(
         self,
         flow_uses: FlowUses,
-        cut: frozenset[Factor],
-        styled: Mapping[str, tuple[str, Region]],
+        regions: tuple[Region, ...],
         gathered: Mapping[str, str],
     ) -> None:
         self.flow_uses, self.flow, self.classes = flow_uses, flow_uses.flow, flow_uses.classes
-        self.cut, self.styled, self.gathered = cut, styled, gathered
+        self.cut, self.gathered = frozenset(r.factor for r in regions), gathered
+        self.styled = {fqn: (word, each) for each in regions for fqn, word in each.words.items()}
         dims = self.classes.dims
-        self.is_cut = [any(f in cut for dim in value for f in dim) for value in dims]
+        self.is_cut = [any(f in self.cut for dim in value for f in dim) for value in dims]
         self.of_classes, self.entering = tuple(self.is_cut), frozenset[int]()
         self.inside: dict[int, Call] = {}
         for call in self.flow.calls:
-            if call.module in styled or call.module in gathered:
+            if call.module in self.styled or call.module in gathered:
                 for number in range(*call.ops):
                     if number in self.inside and self.inside[number] is not call:
                         raise Refuted(f"{call.module} is called inside of another sharded module")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from meshplan.assign.base.cascade import Cascade, Stated
 from meshplan.assign.base.missing_axis import no_axis
-from meshplan.assign.base.tensor_cuts import TensorParallel
+from meshplan.assign.base.tensor_cuts import Reported, TensorParallel
 from meshplan.assign.base.types import ExpertUse, Reason
 from meshplan.errors import Problem
 from meshplan.layout.layout import Layout
@@ -25,12 +25,11 @@ _FIELD = "place.ep"
 
 
 @dataclass(slots=True)
-class ExpertParallel:
+class ExpertParallel(Reported):
     """Decisions about ep: uses by module fqn, layouts by parameter fqn, and problems found."""
 
     uses: dict[str, ExpertUse] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
 
     def around(self, name: str) -> ExpertUse | None:
         """Return the decision for the innermost module with experts around this name, or None."""
@@ -42,11 +41,6 @@ class ExpertParallel:
         """Return the reason why ep shards this parameter; None if it does not."""
         use = self.around(fqn) if fqn in self.layouts else None
         return use.reason if use else None
-
-    def report(self, problem: Problem) -> None:
-        """Add a problem, but one per origin: a rule that matches 32 layers is reported once."""
-        if not any(known.origin == problem.origin for known in self.problems):
-            self.problems.append(problem)
 
 
 def assign_ep(

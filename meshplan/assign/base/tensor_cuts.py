@@ -28,17 +28,22 @@ class TensorCut:
 
 
 @dataclass(slots=True)
-class TensorParallel:
+class Reported:
+    """The problems that were found while something was decided."""
+
+    problems: list[Problem] = field(default_factory=list)
+
+    def report(self, problem: Problem) -> None:
+        """Add a problem, but one per origin: a rule that matches 32 layers is reported once."""
+        if not any(known.origin == problem.origin for known in self.problems):
+            self.problems.append(problem)
+
+
+@dataclass(slots=True)
+class TensorParallel(Reported):
     """Decisions about tp: styles by module fqn, cuts by parameter fqn, attributes, problems."""
 
     styles: dict[str, StyleUse] = field(default_factory=dict)
     cuts: dict[str, TensorCut] = field(default_factory=dict)
     attributes: list[LocalAttribute] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
-
-
-def report(out: TensorParallel, problem: Problem) -> None:
-    """Add a problem, but one per origin: a rule that matches 32 layers is reported once."""
-    if not any(p.origin == problem.origin for p in out.problems):
-        out.problems.append(problem)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshplan.assign.base.pieces import out_width
-from meshplan.assign.base.tensor_cuts import TensorParallel, report
+from meshplan.assign.base.tensor_cuts import TensorParallel
 from meshplan.assign.base.types import StyleUse
 from meshplan.errors import Problem
 from meshplan.layout.mesh import Mesh
@@ -65,7 +65,7 @@ def check_tied(
         for name in tensor.names:
             module = name.rpartition(".")[0]
             if graph.first_name(module) not in out.styles:
-                report(out, Problem(
+                out.report(Problem(
                     f"{' and '.join(tensor.names)} are one tensor, but only "
                     f"{_styled(tensor, out)} has a tp style",
                     cut.reason.origin,
@@ -90,7 +90,7 @@ def check_pairs(mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()) -
     for fqn, use in out.styles.items():
         is_split = mesh.size("pp") > 1 and leaves_cut(use) and fqn not in proved
         if is_split and around_pair(fqn, out.styles) == "":
-            report(out, Problem(
+            out.report(Problem(
                 f"{fqn} leaves its output sharded, and only the whole model contains both {fqn} "
                 "and the projection that consumes the output: a pipeline stage cannot run the "
                 "whole model to verify the pair",
@@ -110,7 +110,7 @@ def check_pairs(mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()) -
         seen.add(use.reason)
         problem = Problem(f"{fqn} is {name} and {partner.what}", use.reason.origin, partner.fix)
         if partner.is_error:
-            report(out, problem)
+            out.report(problem)
         else:
             out.warnings.append(problem)
 
@@ -160,7 +160,7 @@ def check_shared(
             if other.rpartition(".")[0] == around and beside.style.output[1] == "S(-1)"
         ]
         if not any(width and width > use.pieces[0].size for width in widths):
-            report(out, Problem(
+            out.report(Problem(
                 f"{fqn}: tp {tp} would share its {use.pieces[0].parts} heads between ranks, but "
                 "the query projection beside it is not colwise",
                 use.reason.origin,

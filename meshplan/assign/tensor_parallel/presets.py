@@ -6,7 +6,6 @@ refused, unless a rule states a style for that module.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -16,7 +15,7 @@ from meshplan.assign.base.cascade import Cascade
 from meshplan.assign.base.types import Preset, Reason
 from meshplan.errors import Problem
 from meshplan.layout.mesh import Mesh
-from meshplan.model.graph import ModelGraph
+from meshplan.model.graph import ModelGraph, pattern_of
 from meshplan.spec.spec import Spec
 
 _HF_WORDS: Final[Mapping[str, str]] = MappingProxyType(
@@ -37,8 +36,6 @@ _HF_WORDS: Final[Mapping[str, str]] = MappingProxyType(
 """meshplan's style or placement, by transformers' style name.
 
 Source: transformers 5.23, `distributed/tensor_parallel.py`, ALL_PARALLEL_STYLES."""
-
-_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass(slots=True)
@@ -78,8 +75,7 @@ def presets_of(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> P
                 f"transformers' tp plan has '{theirs}' for {fqn}, which is not available yet in "
                 "this version",
                 origin,
-                "replicate it with a rule: "
-                f"{{match: '{_NUMBER.sub('.*', module)}', place: {{tp: R}}}}",
+                f"replicate it with a rule: {{match: '{pattern_of(module)}', place: {{tp: R}}}}",
             )
     out.problems += [problem] if problem else []
     return out
@@ -88,7 +84,7 @@ def presets_of(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> P
 def _applied(graph: ModelGraph) -> Iterator[tuple[str, str]]:
     """Yield (fqn of a module or parameter, its style name in transformers' tp plan)."""
     for fqn in (*graph.modules, *(t.fqn for t in graph.parameters)):
-        word = graph.tp_preset.get(_NUMBER.sub(".*", fqn))
+        word = graph.tp_preset.get(pattern_of(fqn))
         if word is not None:
             yield fqn, word
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from meshplan.assign.base.cascade import Cascade, Stated
 from meshplan.assign.base.missing_axis import no_axis
 from meshplan.assign.base.pieces import are_equal, share_out
-from meshplan.assign.base.tensor_cuts import TensorCut, TensorParallel, report
+from meshplan.assign.base.tensor_cuts import TensorCut, TensorParallel
 from meshplan.assign.base.types import Preset, Reason, StyleUse
 from meshplan.assign.tensor_parallel.heads import local_attributes
 from meshplan.assign.tensor_parallel.multihead import multihead_cuts, multihead_pieces
@@ -130,13 +130,13 @@ def _assign_module(
             for tensor in owned:
                 _cut_param(graph, tensor, dim, reason, out)
             return
-        report(out, _cannot_take(graph, info, entry))
+        out.report(_cannot_take(graph, info, entry))
         return
     pieces: tuple[Piece, ...] | Problem = entry.pieces
     if style.cut_dim and not entry.is_proved:
         pieces = _share_out(graph, mesh, info, style, entry, sequence_parallel)
     if isinstance(pieces, Problem):
-        report(out, pieces)
+        out.report(pieces)
         return
     out.styles[info.fqn] = StyleUse(style, "tp", reason, pieces, is_proved=entry.is_proved)
     if info.kind == "mha":
@@ -255,7 +255,7 @@ def _assign_param(
     elif dim is not None:
         _cut_param(graph, tensor, dim, reason, out)
     else:
-        report(out, Problem(
+        out.report(Problem(
             f"'{word}' is a style for modules, not a placement of one parameter",
             reason.origin,
             "use S(0), S(1) or R, or match the module instead",
@@ -268,7 +268,7 @@ def _cut_param(
     """Set the layout S(d) of a parameter, which is all-gathered each time its module runs."""
     owner = graph.modules[graph.first_name(tensor.module)]
     if not owner.has_forward:
-        report(out, Problem(
+        out.report(Problem(
             f"{tensor.fqn} cannot be sharded by tp: {owner.type} is never called, so tp has "
             "no call at which to gather the parameter",
             reason.origin,
@@ -276,7 +276,7 @@ def _cut_param(
         ))  # fmt: skip
         return
     if not -len(tensor.shape) <= dim < len(tensor.shape):
-        report(out, no_dim(tensor, dim, reason.origin))
+        out.report(no_dim(tensor, dim, reason.origin))
         return
     layout = Layout.whole(len(tensor.shape)).cut("tp", dim)
     _record(out, tensor, TensorCut(layout, True, reason))
@@ -297,7 +297,7 @@ def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut) -> None:
     """Set the layout of a parameter; report a tied one that another module lays out differently."""
     before = out.cuts.get(tensor.fqn)
     if before is not None and before.layout != cut.layout:
-        report(out, Problem(
+        out.report(Problem(
             f"{tensor.fqn} and {tensor.aliases[0] if tensor.aliases else tensor.fqn} are one "
             f"tensor, but {before.reason} states {before.layout} and this rule {cut.layout}",
             cut.reason.origin,

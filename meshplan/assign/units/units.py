@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from meshplan.assign.axes.expert_parallel import ExpertParallel
 from meshplan.assign.base.cascade import Cascade, Stated
 from meshplan.assign.base.dtypes import UNIFIED, Dtypes, main_dtype
+from meshplan.assign.base.tensor_cuts import Reported
 from meshplan.assign.base.types import Placed, Reason, Unit
 from meshplan.assign.units.offload import params_on_host
 from meshplan.errors import Problem
@@ -29,7 +30,7 @@ _STATED = (PLACE, _RESHARD, "precision", "offload.params", "offload.optimizer")
 
 
 @dataclass(slots=True)
-class UnitDecision:
+class UnitDecision(Reported):
     """The units by fqn, each before the units around it, and the problems that were found.
 
     `dtypes` has, by unit, the stored dtype of most elements. It is empty if all trainable
@@ -38,13 +39,7 @@ class UnitDecision:
 
     by_fqn: dict[str, Unit] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
     notes: list[Problem] = field(default_factory=list)
-
-    def report(self, problem: Problem) -> None:
-        """Add a problem, at most one per origin: a rule that matches 32 layers is reported once."""
-        if not any(known.origin == problem.origin for known in self.problems):
-            self.problems.append(problem)
 
     def of(self, name: str, graph: ModelGraph) -> str:
         """Return the unit of the tensor of this name: the innermost unit that contains it."""
