@@ -66,9 +66,9 @@ def flash_backward(
 
     Source: transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`.
     """
-    sums = _FP32 * num * _up(rows, 128)
+    sums = _FP32 * num * round_up(rows, 128)
     repeated = num * keys * head_dim * element_bytes
-    width = _up(head_dim, 32 if head_dim <= 128 else 64)
+    width = round_up(head_dim, 32 if head_dim <= 128 else 64)
     return (sums, sums * width, *([repeated] * 2 if is_grouped else []))
 
 
@@ -105,7 +105,7 @@ def efficient_backward(
         kept = -(-rows // down) * -(-head_dim // across) * (_LOCK + down * across)
         if is_half:
             splits = max(1, min(-(-keys // across), _MOST_SPLITS // num))
-            kept += splits * across * (_up(head_dim, down) + _up(value_dim, down))
+            kept += splits * across * (round_up(head_dim, down) + round_up(value_dim, down))
     workspace = (sums, _FP32 * num * kept)
     before = () if is_half else (sums, sums, _FP32 * num * rows * value_dim)
     return max(before, workspace, key=sum)
@@ -210,5 +210,5 @@ def recurrent_buffers(
     return kept, features * RECURRENT_GATES[kind] * layers
 
 
-def _up(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple

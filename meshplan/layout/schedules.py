@@ -101,7 +101,7 @@ def _alternating(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Ac
     if virtual == 1:
         warmup = ranks - 1 - rank
     else:
-        warmup = (virtual - 1) * _round(ranks, count) + 2 * (ranks - 1 - rank)
+        warmup = (virtual - 1) * round_size(ranks, count) + 2 * (ranks - 1 - rank)
     warmup = min(warmup, len(forwards))
     yield from (Action("F", s, m) for s, m in forwards[:warmup])
     for (stage, m), (back, n) in zip(forwards[warmup:], backwards, strict=False):
@@ -116,7 +116,7 @@ def _zero_bubble(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Ac
     Source: Qi et al. 2023 (zero bubble), section 3 (ZB-H1), on interleaved stages.
     """
     forwards, backwards = _rounds(rank, ranks, virtual, count)
-    warmup = (virtual - 1) * _round(ranks, count) + (ranks - 1 - rank)
+    warmup = (virtual - 1) * round_size(ranks, count) + (ranks - 1 - rank)
     warmup = min(warmup, len(forwards))
     waiting: list[tuple[int, int]] = []
     yield from (Action("F", s, m) for s, m in forwards[:warmup])
@@ -131,7 +131,7 @@ def _zero_bubble(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Ac
     yield from (Action("W", s, m) for s, m in waiting)
 
 
-def _round(ranks: int, count: int) -> int:
+def round_size(ranks: int, count: int) -> int:
     """Return how many microbatches a rank runs through one of its stages before its next stage."""
     return count // max(1, count // ranks)
 
@@ -144,7 +144,7 @@ def _rounds(
     Returns:
         Two lists of (stage, microbatch).
     """
-    size = _round(ranks, count)
+    size = round_size(ranks, count)
     forwards, backwards = [], []
     for begin in range(0, count, size):
         for chunk in range(virtual):

@@ -15,6 +15,7 @@ from meshplan.errors import PlanError, Problem
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.memory.analytic.stages import Played, StageWorks
 from meshplan.memory.decoder.attention_kernel import is_fused
+from meshplan.memory.decoder.common import number_of
 from meshplan.memory.decoder.cp_all_gather import gathered_of
 from meshplan.memory.decoder.experts import Spread, most_arriving
 from meshplan.memory.decoder.microbatch import MicrobatchSpec, tape_of
@@ -106,7 +107,7 @@ def analytic_microbatches(
     """
     if problems := list(refusals(plan)):
         raise PlanError(problems)
-    recompute = {_number(fqn): r.policy for fqn, r in plan.assignment.recompute.items()}
+    recompute = {number_of(fqn): r.policy for fqn, r in plan.assignment.recompute.items()}
     stages = plan.assignment.stages
     run = MicrobatchSpec(
         batch=batch // (stages.microbatches if stages is not None else 1),
@@ -122,7 +123,7 @@ def analytic_microbatches(
         relaid_at_once=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
         spread=spread or spread_of(plan),
         loss_chunks=loss_chunks_of(plan),
-        offloaded=frozenset(map(_number, plan.assignment.host_activations)),
+        offloaded=frozenset(map(number_of, plan.assignment.host_activations)),
         is_compiled=bool(plan.assignment.compiled),
     )
     shape = shape_of(plan.graph)
@@ -191,7 +192,7 @@ def loss_chunks_of(plan: Plan) -> int:
 def saves_of(plan: Plan) -> dict[int, frozenset[str]]:
     """Return {number of a block with selective recomputation: words of `save:` that it saves}."""
     return {
-        _number(fqn): frozenset(recompute.policy.kept)
+        number_of(fqn): frozenset(recompute.policy.kept)
         for fqn, recompute in plan.assignment.recompute.items()
         if recompute.policy.mode == "selective"
     }
@@ -293,12 +294,7 @@ def _near(plan: Plan, stages: Stages, rank: int) -> set[int]:
     near = {each for stage in own_stages for each in (stage - 1, stage, stage + 1)}
     blocks = plan.graph.blocks()
     known = {fqn for fqn, stage in stages.units if stage in near}.intersection(blocks)
-    return {_number(fqn) for fqn in (blocks[0], *known, blocks[-1])}
-
-
-def _number(fqn: str) -> int:
-    """Return the number of a block, the last component of its fqn."""
-    return int(fqn.rpartition(".")[2])
+    return {number_of(fqn) for fqn in (blocks[0], *known, blocks[-1])}
 
 
 def _is_autocast(plan: Plan) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from meshplan.memory.answer.estimate import MemoryEstimate, ModuleBytes
 from meshplan.memory.log.events import EventLog, Term
+from meshplan.model.graph import around
 from meshplan.plan.plan import Plan
 
 
@@ -76,16 +77,9 @@ def _in_order(terms: Mapping[Term, int]) -> dict[Term, int]:
 
 def _folded(module: str, blocks: Collection[str]) -> str:
     """Return the fqn with a star in place of the number of the block that contains the module."""
-    for outer in _outwards(module):
+    for outer in around(module):
         if outer in blocks:
             container, _, number = outer.rpartition(".")
             if number.isdigit():
                 return f"{container}.*{module[len(outer) :]}".removeprefix(".")
     return module
-
-
-def _outwards(module: str) -> Iterator[str]:
-    """Yield the fqn of a module and of each of its ancestors, innermost first, without the root."""
-    while module:
-        yield module
-        module = module.rpartition(".")[0]

@@ -175,7 +175,7 @@ def _masked(
     workspace_backward_bytes, figures = 0, None
     if w.is_cuda:
         each = w.size(q) // (length * head_dim * w.element_bytes)
-        figures = each * _up(length, 32) if own.pads else None
+        figures = each * kernels.round_up(length, 32) if own.pads else None
         size = w.element_bytes
         workspace = (
             kernels.efficient_backward(each, length, columns, head_dim, head_dim, size)
@@ -195,7 +195,3 @@ def _masked(
         figures=figures,
     )
     return out, (rows, mask)
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

@@ -16,6 +16,7 @@ from meshplan.assign.base.types import Stages
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.log.events import Term
 from meshplan.memory.tape.op import Grad, RecomputeSpan, Tape, TapeOp
+from meshplan.model.graph import around
 
 _ABSENT = -1
 """Base of a value that the stage does not have: a placeholder, or a view of one."""
@@ -324,10 +325,3 @@ def _renamed(row: TapeOp, names: Mapping[int, int]) -> TapeOp:
         reads=tuple(names.get(value, value) for value in row.reads),
         keeps=tuple(names.get(value, value) for value in row.keeps),
     )
-
-
-def around(module: str) -> Iterator[str]:
-    """Yield a module and its ancestors, innermost first, without the root."""
-    while module:
-        yield module
-        module = module.rpartition(".")[0]

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.grid import SCHEDULE_WORDS, in_halves
+from meshplan.layout.schedules import round_size
 from meshplan.planner.knapsack.knapsack import Floats
 
 
@@ -32,7 +33,7 @@ def in_flight_of(row: np.void, rank: int) -> tuple[float, ...]:
         return (float(m),) * v
     if v == 1:
         return (float(min(m, p - rank)),)
-    size = _round(p, m)
+    size = round_size(p, m)
     if in_halves(row):
         return (float(size),) * (v - 1) + (float(p),)
     forwards = min((v - 1) * size + 2 * (p - 1 - rank) + 1, m * v)
@@ -52,7 +53,7 @@ def had_backward(row: np.void, rank: int) -> bool:
         return False
     if v == 1:
         return m > p - rank
-    size = _round(p, m)
+    size = round_size(p, m)
     forwards = (v - 1) * size + 2 * (p - 1 - rank) + 1
     return forwards < m * v and forwards % (size * v) >= (v - 1) * size
 
@@ -64,11 +65,6 @@ def outputs_in_flight(row: np.void, rank: int) -> tuple[float, ...]:
     """
     each = in_flight_of(row, rank)
     return (*each[:-1], each[-1] - rank) if in_halves(row) else each
-
-
-def _round(ranks: int, count: int) -> int:
-    """Return the microbatches of a round: those that a rank runs through one stage in a row."""
-    return count // max(1, count // ranks)
 
 
 def in_flight(row: np.void, rank: int) -> float:
