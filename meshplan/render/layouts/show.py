@@ -257,13 +257,13 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         if assignment.chunked_loss is None
         else {
             "head": assignment.chunked_loss.head, "chunks": assignment.chunked_loss.chunks,
-            "decided_by": _reason_to_json(assignment.chunked_loss.reason),
+            "decided_by": reason_to_json(assignment.chunked_loss.reason),
         },
         "context": None
         if assignment.context is None
         else {
             "attention": assignment.context.attention, "balance": assignment.context.balance,
-            "decided_by": _reason_to_json(assignment.context.reason),
+            "decided_by": reason_to_json(assignment.context.reason),
         },
         "pipeline": stages_to_json(plan),
         "optimizer": spec.optimizer,
@@ -284,26 +284,26 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
                     "param": unit.precision.param, "reduce": unit.precision.reduce,
                     "output": unit.precision.output, "master": unit.precision.master,
                 },
-                "decided_by": _reason_to_json(unit.reason),
+                "decided_by": reason_to_json(unit.reason),
             }
             for unit in assignment.units.values()
         ],
         "styles": [
             {"module": fqn, "style": use.style.name, "axis": use.axis,
-             "decided_by": _reason_to_json(use.reason)}
+             "decided_by": reason_to_json(use.reason)}
             for fqn, use in assignment.styles.items()
         ],
         "activation_checkpointing": [
             {"module": fqn, "mode": recompute.policy.mode, "save": recompute.policy.save,
-             "decided_by": _reason_to_json(recompute.reason)}
+             "decided_by": reason_to_json(recompute.reason)}
             for fqn, recompute in assignment.recompute.items()
         ],
         "host_activations": [
-            {"module": fqn, "decided_by": _reason_to_json(reason)}
+            {"module": fqn, "decided_by": reason_to_json(reason)}
             for fqn, reason in assignment.host_activations.items()
         ],
         "apply": [
-            {"module": fqn, "function": code, "decided_by": _reason_to_json(reason)}
+            {"module": fqn, "function": code, "decided_by": reason_to_json(reason)}
             for fqn, code, reason in assignment.apply
         ],
         "tensors": [_tensor_to_json(plan, placed) for placed in assignment.tensors.values()],
@@ -328,7 +328,7 @@ def _tensor_to_json(plan: Plan, placed: Placed) -> dict[str, Any]:
         "trainable": info.trainable,
         "unit": placed.unit,
         "decided_by": [
-            _reason_to_json(r)
+            reason_to_json(r)
             for r in (placed.tp_reason, placed.ep_reason, placed.data_reason)
             if r is not None
         ],
@@ -347,5 +347,5 @@ def states_to_json(states: StateBytes) -> dict[str, int]:
     }
 
 
-def _reason_to_json(reason: Reason) -> dict[str, Any]:
+def reason_to_json(reason: Reason) -> dict[str, Any]:
     return {"text": reason.text, **place_to_json(reason.origin)}

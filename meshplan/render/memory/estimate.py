@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshplan.render.base.text import columns, paint
+from meshplan.render.memory.memory import gib
 from meshplan.textbook.inverse import STATES_ONLY, Answer, StatesEstimate, StatesRow
 from meshplan.units import format_bytes, format_count, format_gib
 
@@ -97,8 +98,8 @@ def _table(estimate: StatesEstimate, colour: bool) -> list[str]:
             row.row.strategy,
             row.row.precision,
             row.row.formula,
-            *(_gib(row.terms[term]) if term in row.terms else "" for term in terms),
-            _gib(row.bytes_per_gpu),
+            *(gib(row.terms[term]) if term in row.terms else "" for term in terms),
+            gib(row.bytes_per_gpu),
         ]
         for row in estimate.rows
     ]
@@ -218,7 +219,3 @@ def _where(estimate: StatesEstimate) -> str:
 
 def _nodes(nodes: int) -> str:
     return f"{nodes:,} node{'' if nodes == 1 else 's'}"
-
-
-def _gib(num_bytes: int) -> str:
-    return format_gib(num_bytes).removesuffix(" GiB")

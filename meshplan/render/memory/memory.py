@@ -115,9 +115,9 @@ def _table(estimate: MemoryEstimate, model: str, colour: bool) -> list[str]:
         [
             ranks_to_text(group.ranks),
             *([ranks_to_text(group.stages)] if has_stages else []),
-            *map(_gib, group.peak),
-            _gib(group.peak.total_bytes),
-            *map(_gib, group.band),
+            *map(gib, group.peak),
+            gib(group.peak.total_bytes),
+            *map(gib, group.band),
         ]
         for group in estimate.groups
     ]
@@ -281,7 +281,7 @@ def _basis(estimate: MemoryEstimate) -> list[str]:
     return [how, *(f"assumed: {what}: {value}" for what, value in estimate.assumed)]
 
 
-def _gib(num_bytes: int) -> str:
+def gib(num_bytes: int) -> str:
     return format_gib(num_bytes).removesuffix(" GiB")
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from meshplan.assign import Reason
 from meshplan.memory import MemoryEstimate
 from meshplan.planner.answers.module import ModuleAnswer, TensorAnswer
-from meshplan.render.base.findings import place_to_json
 from meshplan.render.base.text import columns
-from meshplan.render.layouts.show import shape_to_text, states_to_json, why_to_text
+from meshplan.render.layouts.show import reason_to_json, shape_to_text, states_to_json, why_to_text
 from meshplan.render.memory.memory import explained_to_text, memory_to_json
 from meshplan.spec.match import any_number, fold
 from meshplan.units import format_bytes, format_seconds
@@ -23,7 +21,7 @@ def module_to_json(answer: ModuleAnswer) -> dict[str, Any]:
         "name": answer.name,
         "type": answer.type,
         "tensors": [_tensor_to_json(answer, each) for each in answer.tensors],
-        "decided": [{"what": what, **_reason(reason)} for what, reason in answer.facts],
+        "decided": [{"what": what, **reason_to_json(reason)} for what, reason in answer.facts],
         "rank": answer.rank,
         "state_bytes": states_to_json(answer.states),
         "block": answer.block or None,
@@ -46,12 +44,8 @@ def _tensor_to_json(answer: ModuleAnswer, each: TensorAnswer) -> dict[str, Any]:
         "compute_dtype": placed.compute_dtype,
         "rank": each.rank,
         "state_bytes": states_to_json(each.states),
-        "decided_by": [_reason(reason) for reason in each.decided_by],
+        "decided_by": [reason_to_json(reason) for reason in each.decided_by],
     }
-
-
-def _reason(reason: Reason) -> dict[str, Any]:
-    return {"text": reason.text, **place_to_json(reason.origin)}
 
 
 def module_to_text(answer: ModuleAnswer) -> list[str]:
