@@ -19,7 +19,7 @@ from meshplan.runtime.apply.data.data import reshard_units
 from meshplan.runtime.apply.parameters.randomness import random_states, restore_random
 from meshplan.runtime.base.batch_agreement import check_batches_agree
 from meshplan.runtime.base.mesh import device, submesh
-from meshplan.runtime.checks.detours import allowing_calls_of
+from meshplan.runtime.checks.detours import allowing_calls_of, watch_calls
 from meshplan.runtime.watch.guard import guarded
 
 _CALL: Final = "meshplan_call"
@@ -78,21 +78,12 @@ def _gathering_for_encoder(model: nn.Module, plan: Plan) -> Iterator[None]:
         if _CALL not in vars(unit):
             vars(unit)[_CALL] = lambda call, *args, **kwargs: call(*args, **kwargs)
             register_fsdp_forward_method(unit, _CALL)
-    depth = 0
-
-    def enter(*_: Any) -> None:
-        nonlocal depth
-        depth += 1
-
-    def leave(*_: Any) -> None:
-        nonlocal depth
-        depth -= 1
-
     forward = encoder.forward
+    is_called, hooks = watch_calls(model)
 
     @functools.wraps(forward)
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        if depth:
+        if is_called():
             return forward(*args, **kwargs)
         call = forward
         for unit in around:  # From the inside out, so that the unit of the whole model begins.
@@ -102,10 +93,6 @@ def _gathering_for_encoder(model: nn.Module, plan: Plan) -> Iterator[None]:
         finally:
             reshard_units(model, plan)
 
-    hooks = (
-        model.register_forward_pre_hook(enter, prepend=True),
-        model.register_forward_hook(leave, always_call=True),
-    )
     is_own = "forward" in vars(encoder)
     encoder.forward = gathered
     try:

@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.layout.mesh import GRADIENT_AXES
@@ -38,17 +39,8 @@ def allowing_calls_of(part: nn.Module) -> Iterator[None]:
         _ALLOWED.reset(token)
 
 
-def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> None:
-    """Register hooks that reject a call of a submodule from outside the model's own forward.
-
-    Args:
-        model: The user's module.
-        wrapped: The module to call instead: `model` itself or DistributedDataParallel around it.
-        plan: The plan applied to the model.
-    """
-    wrapper = plan.assignment.wrapper
-    if wrapper == "none" or plan.mesh.size(*GRADIENT_AXES) == 1:
-        return
+def watch_calls(module: nn.Module) -> tuple[Callable[[], bool], list[RemovableHandle]]:
+    """Return what tells if a call of a module runs, and the handles of the hooks that count."""
     depth = 0
 
     def enter(*_: Any) -> None:
@@ -60,13 +52,28 @@ def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> N
         depth -= 1
 
     # `enter` must run even if another pre-hook raises, because `leave` is always called.
-    wrapped.register_forward_pre_hook(enter, prepend=True)
-    wrapped.register_forward_hook(leave, always_call=True)
+    entering = module.register_forward_pre_hook(enter, prepend=True)
+    return lambda: depth > 0, [entering, module.register_forward_hook(leave, always_call=True)]
+
+
+def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> None:
+    """Register hooks that reject a call of a submodule from outside the model's own forward.
+
+    Args:
+        model: The user's module.
+        wrapped: The module to call instead: `model` itself or DistributedDataParallel around it.
+        plan: The plan applied to the model.
+    """
+    wrapper = plan.assignment.wrapper
+    if wrapper == "none" or plan.mesh.size(*GRADIENT_AXES) == 1:
+        return
+    is_running, _ = watch_calls(wrapped)
 
     def look(fqn: str, is_gathered: bool) -> Callable[..., None]:
         def refuse(module: nn.Module, *_: Any) -> None:
             # Recomputation in backward and dry runs of the checks call submodules directly.
-            if depth or running_node() is not None or in_dry_run() or module is _ALLOWED.get():
+            is_from_backward = running_node() is not None
+            if is_running() or is_from_backward or in_dry_run() or module is _ALLOWED.get():
                 return
             if wrapper == "ddp" and torch.is_grad_enabled():
                 raise ApplyError(_unaveraged(fqn))

@@ -10,7 +10,6 @@ compared before an optimizer steps.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -55,7 +54,6 @@ class _DpReplicas:
     steps: int = 0
     has_run: bool = False
     """True if a forward was recorded for backward since the last step."""
-    end: Callable[[], None] = lambda: None
 
 
 def watch_replicas(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -69,7 +67,7 @@ def watch_replicas(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     if plan.mesh.size(*GRADIENT_AXES) > 1:
         own = frozenset(id(p) for p in model.parameters())
         watch = _DpReplicas(weakref.ref(model), plan, mesh, own)
-        watch.end = before_steps(partial(_before_step, watch))
+        weakref.finalize(model, before_steps(partial(_before_step, watch)))
 
         def note_forward(*unused: Any) -> None:
             watch.has_run |= torch.is_grad_enabled()
@@ -80,7 +78,6 @@ def watch_replicas(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 def _before_step(watch: _DpReplicas, optimizer: torch.optim.Optimizer) -> None:
     model = watch.model()
     if model is None:
-        watch.end()
         return
     optimized = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     own = [optimized[each] for each in watch.own if each in optimized]

@@ -13,7 +13,29 @@ from torch.overrides import TorchFunctionMode
 from meshplan.runtime.base.mesh import local_of
 
 
-class Originals(TorchFunctionMode):
+class Switched(TorchFunctionMode):
+    """A torch function mode that is entered by `start` and left by `stop`."""
+
+    _is_on = False
+
+    def start(self) -> None:
+        """Start watching."""
+        self._is_on = True
+        self.__enter__()
+
+    def stop(self) -> None:
+        """Stop watching; a second call does nothing."""
+        if self._is_on:
+            self._is_on = False
+            self.__exit__(None, None, None)
+
+
+def writes_first(name: str) -> bool:
+    """Return True if a function of this name writes to its first argument."""
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+class Originals(Switched):
     """A torch function mode that copies each given tensor before its first in-place write.
 
     Tensors that are never written are not copied. A write is a call whose name ends in an
@@ -25,15 +47,13 @@ class Originals(TorchFunctionMode):
         self._names: dict[int, str] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._kept: dict[str, torch.Tensor] = {}
-        self._is_watching = False
 
     def begin(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Start watching these tensors, given as (name, tensor)."""
         self._tensors = {name: local_of(tensor) for name, tensor in tensors}
         self._kept = {}
         self._names = {t.untyped_storage().data_ptr(): n for n, t in self._tensors.items()}
-        self._is_watching = True
-        self.__enter__()
+        self.start()
 
     def end(self, written: Collection[str]) -> dict[str, torch.Tensor]:
         """Stop watching; return the tensors named in `written`, with the values `begin` found.
@@ -46,17 +66,10 @@ class Originals(TorchFunctionMode):
         self._names, self._tensors, self._kept = {}, {}, {}
         return found
 
-    def stop(self) -> None:
-        """Stop watching; a second call does nothing."""
-        if self._is_watching:
-            self._is_watching = False
-            self.__exit__(None, None, None)
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        is_write = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        targets = list(args[:1]) if is_write or name.startswith("__i") else []
+        targets = list(args[:1]) if writes_first(name) or name.startswith("__i") else []
         out = kwargs.get("out")
         targets += out if isinstance(out, tuple | list) else [out]
         for target in targets:

@@ -61,15 +61,15 @@ class OutsideUse(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DIFFERENTIATE and (self.has_units or kwargs.get("create_graph")):
             raise ApplyError(_problem_of_gradients(func.__name__))
-        if _name(func) not in _FACTS:
+        if name_of(func) not in _FACTS:
             for value in (*args, *kwargs.values()):
                 for each in value if isinstance(value, tuple | list) else (value,):
                     if id(each) in self.sharded and isinstance(each, nn.Parameter):
-                        raise ApplyError(_problem(*self.sharded[id(each)], _name(func)))
+                        raise ApplyError(_problem(*self.sharded[id(each)], name_of(func)))
         return func(*args, **kwargs)
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
     """Return the name of a function that torch intercepted; of a property, not of its `__get__`."""
     name = getattr(func, "__name__", str(func))
     owner = getattr(func, "__self__", None)

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from meshplan.runtime.base.pytree import given_to, tensors_in
+from meshplan.runtime.checks.originals import Switched, writes_first
 
 _Names = frozenset[str]
 
 
-class Reach(TorchFunctionMode):
+class Reach(Switched):
     """A torch function mode that records which of the given tensors each result depends on.
 
     A function's results count as computed from all its arguments, and so does the first argument of
@@ -26,7 +26,6 @@ class Reach(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], _Names]] = {}
-        self._is_watching = False
 
     def begin(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Start recording what is computed from these tensors, given as (name, tensor)."""
@@ -34,14 +33,7 @@ class Reach(TorchFunctionMode):
         for name, tensor in tensors:
             self._add(tensor, frozenset((name,)))
         if self._names:
-            self._is_watching = True
-            self.__enter__()
-
-    def stop(self) -> None:
-        """Stop recording; a second call does nothing."""
-        if self._is_watching:
-            self._is_watching = False
-            self.__exit__(None, None, None)
+            self.start()
 
     def end(self, output: Any) -> _Names:
         """Stop recording; return the names of the tensors from which `output` was computed."""
@@ -56,8 +48,7 @@ class Reach(TorchFunctionMode):
         out = func(*args, **kwargs)
         names = frozenset[str]().union(*found)
         if names:
-            name = getattr(func, "__name__", "")
-            is_write = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+            is_write = writes_first(getattr(func, "__name__", ""))
             for tensor in (*given_to(out), *given_to(args[:1] if is_write else ())):
                 self._add(tensor, names)
         return out

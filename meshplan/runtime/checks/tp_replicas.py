@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
 from meshplan.runtime.base.mesh import device, local_of, reduce_along, submesh, without_partial
-from meshplan.runtime.base.optimizer_steps import before_steps
+from meshplan.runtime.base.optimizer_steps import before_steps, is_due
 
 _TOLERANCE: Final = (1e-2, 5e-2)
 """Largest allowed relative difference, in (single, half) precision [Empirical]. Rounding stays
@@ -77,9 +77,7 @@ def _before_step(watch: _TpReplicas, optimizer: torch.optim.Optimizer) -> None:
     own = {id(p) for p in model.parameters()}
     if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         watch.steps += 1
-        if watch.steps & (watch.steps - 1):
-            # Compare in steps 1, 2, 4, 8, ... only: a parameter that is never used keeps the check
-            # alive, which then costs ever less per step.
+        if not is_due(watch.steps):  # A parameter that is never used keeps the check alive.
             return
         watch.waiting -= check_replicas(model, watch.plan, watch.mesh, watch.waiting)
         if not watch.waiting:

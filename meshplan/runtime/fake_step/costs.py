@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
 from meshplan.assign.base.types import Reason, Recompute
@@ -42,10 +41,9 @@ from meshplan.runtime.fake_step.microbatch import (
     trace_of,
     without_data,
 )
-from meshplan.runtime.fake_step.step import fake_single_rank, names_of
+from meshplan.runtime.fake_step.step import LossFn, fake_single_rank, names_of
 from meshplan.spec.spec import ActivationCheckpointing
 
-LossFn = Callable[[Any, Any], torch.Tensor]
 FULL = ActivationCheckpointing(mode="full")
 
 

@@ -27,6 +27,7 @@ from meshplan.runtime.base.fake_mode import fake_execution
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.fake_step.equal_blocks import runs_of, shortened
 from meshplan.runtime.fake_step.optimizers import OPTIMIZERS
+from meshplan.runtime.fake_step.step import LossFn, MakeOptimizer
 from meshplan.runtime.torch_private.fakes import fake_mode, quiet_fakes
 from meshplan.runtime.trace.constants import MOST_NUMBERS, ConstantPropagation
 from meshplan.runtime.trace.ops import copy_to_run, stand_in
@@ -38,7 +39,6 @@ _SAMPLES: Final = 2
 size 1 broadcasts."""
 
 Returned = tuple[str, list[tuple[int, ...]]]
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class DefaultLoop:
 
     inputs: Any
     targets: Any
-    loss_fn: Callable[[Any, Any], torch.Tensor]
+    loss_fn: LossFn
     make_optimizer: MakeOptimizer
     assumed: tuple[tuple[str, str], ...]
     returned: Returned
@@ -232,7 +232,7 @@ def _made_of(output: Any) -> tuple[str, torch.Tensor | None]:
 
 def _loss(
     name: str, shapes: list[tuple[int, ...]], inputs: Any, samples: int
-) -> tuple[Any, Callable[[Any, Any], torch.Tensor], str]:
+) -> tuple[Any, LossFn, str]:
     """Return (targets, loss function, description of the loss in words).
 
     Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -45,9 +46,8 @@ from meshplan.runtime.fake_step.few_microbatches import (
 )
 from meshplan.runtime.fake_step.hook_points import BlockRecorder, HookPointRecorder
 from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
-from meshplan.runtime.fake_step.step import fake_rank, names_of
+from meshplan.runtime.fake_step.step import LossFn, fake_rank, names_of
 
-LossFn = Callable[[Any, Any], torch.Tensor]
 MakeTracker = Callable[[Mapping[nn.Module, str], Behaviour], MemoryTracker]
 
 
@@ -197,13 +197,6 @@ def _traced_pass(
         names.update(names_of(wrapped))
         of_params = note_state(tracker, wrapped, (batch, fake_targets))
 
-        def take(output: Any, target: Any) -> torch.Tensor:
-            tracker.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
-            begin("loss")
-            loss = take_loss(loss_fn, output, target)
-            begin("backward")
-            return loss
-
         def left() -> Any:
             return tracker.alive, [*map(_known_by, wrapped.stage_modules)]
 
@@ -218,6 +211,7 @@ def _traced_pass(
                 before = left()
                 with tracker:
                     with loss_mode(plan):
+                        take = partial(_noted_loss, tracker, loss_fn)
                         loss = wrapped.step(batch, fake_targets, take)
                     for recorder in recorders:
                         recorder.finish()
@@ -292,19 +286,12 @@ def _watched(
     edges = [Edges(model, run, tracker) for run in runs]
     args, kwargs = as_arguments(inputs)
 
-    def take(output: Any) -> torch.Tensor:
-        tracker.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
-        begin("loss")
-        loss = take_loss(loss_fn, output, targets)
-        begin("backward")
-        return loss
-
     def microbatch() -> torch.Tensor:
         # The same local variables as in `train_step`, because they keep tensors alive. The product
         # with 1.0 allocates what scaling the loss does.
         begin("forward")
         with loss_mode(plan):
-            loss = take(model(*args, **kwargs))
+            loss = _noted_loss(tracker, loss_fn, model(*args, **kwargs), targets)
             (loss * 1.0).backward()
         return loss
 
@@ -351,6 +338,15 @@ def _known_by(model: nn.Module) -> Any:
     """Return the state of a model's modules, in a form that can be compared for equality."""
     buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
     return buffers, contents(model)
+
+
+def _noted_loss(tracker: MemoryTracker, loss_fn: LossFn, output: Any, targets: Any) -> torch.Tensor:
+    """Return the loss between forward and backward, and note what the output holds."""
+    tracker.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
+    begin("loss")
+    loss = take_loss(loss_fn, output, targets)
+    begin("backward")
+    return loss
 
 
 def note_state(tracker: MemoryTracker, model: nn.Module, batch: Any) -> set[int]:

@@ -327,7 +327,7 @@ class OpRecorder(TorchDispatchMode):
     def _update_views(self, written: torch.Tensor) -> None:
         """Record a new value for every other tensor on the storage of a tensor that was written."""
         new = self._value(written)
-        for other in tuple(self._sharing.get(_storage(written), {}).values()):
+        for other in tuple(self._sharing.get(storage_id(written), {}).values()):
             if other is written:
                 continue
             old = self._value(other)
@@ -372,7 +372,7 @@ class OpRecorder(TorchDispatchMode):
         if origin == "op" and id(tensor) not in self._known:
             self._trace.watch(tensor)
         self._known[id(tensor)] = (tensor, value.id)
-        self._sharing.setdefault(_storage(tensor), {})[id(tensor)] = tensor
+        self._sharing.setdefault(storage_id(tensor), {})[id(tensor)] = tensor
         return value.id
 
 
@@ -382,7 +382,8 @@ def _digest(tensor: torch.Tensor) -> str:
     return "" if data is None else hashlib.sha256(data).hexdigest()
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return an id of a tensor's storage; also on meta, `t` and `t.data` have the same."""
     return tensor.untyped_storage()._cdata
 
 

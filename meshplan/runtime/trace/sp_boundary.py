@@ -65,8 +65,12 @@ def with_argument(
     return args, {**kwargs, path: change(kwargs[path])}
 
 
-def _part(x: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
-    """Return this rank's shard of a sequence, along dim 1; backward gathers the gradient shards."""
+def check_even(x: torch.Tensor, tp: DeviceMesh) -> None:
+    """Raise an ApplyError if a sequence does not divide into equal shards.
+
+    gloo aborts the process on uneven shards, and a module that gets a shard does not know the full
+    length. Every rank of tp sees the same length, so every rank raises.
+    """
     if x.shape[1] % tp.size():
         raise ApplyError(
             Problem(
@@ -75,6 +79,11 @@ def _part(x: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
                 fix=f"pad the sequence to a multiple of {tp.size()}",
             )
         )
+
+
+def _part(x: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
+    """Return this rank's shard of a sequence, along dim 1; backward gathers the gradient shards."""
+    check_even(x, tp)
     whole = DTensor.from_local(x, tp, [Replicate()], run_check=False)
     return whole.redistribute(placements=[Shard(1)]).to_local()
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from meshplan.errors import ApplyError, Problem
+from meshplan.runtime.checks.outside import name_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +118,10 @@ class LazyLogits(torch.Tensor):
                 return _made(found)
         elif func is torch.Tensor.register_hook:
             return args[0]._view.hidden.register_hook(*args[1:], **kwargs)
-        elif _name(func) in _FACTS:
+        elif name_of(func) in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        raise ApplyError(_refused(_name(func)))
+        raise ApplyError(_refused(name_of(func)))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -160,13 +161,6 @@ _FACTS: Final = frozenset((
     "retains_grad", "_base", "output_nr", "_version", "is_inference", "is_signed",
 ))  # fmt: skip
 """Attributes and methods that can be answered without computing the logits."""
-
-
-def _name(func: Any) -> str:
-    """Return the name of a method, or of the property if it is a property's getter."""
-    name = getattr(func, "__name__", str(func))
-    owner = getattr(func, "__self__", None)
-    return getattr(owner, "__name__", name) if name == "__get__" else name
 
 
 def _refused(operation: str) -> Problem:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.runtime.base.mesh import device
+from meshplan.runtime.trace.ops import storage_id
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ def _share_random_state() -> None:
 
 
 class _WriteWatch(TorchDispatchMode):
-    """Dispatch mode that records which storages are written while it is active, by `_storage`."""
+    """Dispatch mode that records which storages are written while it is active, by `storage_id`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,18 +104,13 @@ class _WriteWatch(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[number] if number < len(args) else kwargs.get(argument.name)
                 if isinstance(value, torch.Tensor):
-                    self.written.add(_storage(value))
+                    self.written.add(storage_id(value))
         return func(*args, **kwargs)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Return an id of a tensor's storage; also on meta, `t` and `t.data` have the same."""
-    return tensor.untyped_storage()._cdata
 
 
 def _watched(model: nn.Module, on_meta: dict[str, torch.Tensor]) -> list[_InitCall]:
     """Run the initialisation on meta; return its calls with the tensors that each one writes."""
-    fqns = {_storage(tensor): fqn for fqn, tensor in on_meta.items()}
+    fqns = {storage_id(tensor): fqn for fqn, tensor in on_meta.items()}
     before = torch.get_rng_state()
     steps = []
     try:
@@ -124,7 +120,7 @@ def _watched(model: nn.Module, on_meta: dict[str, torch.Tensor]) -> list[_InitCa
                 run()
             # Some functions of torch.nn.init do nothing on meta, so the tensors of the module that
             # is initialised count as written in any case.
-            written = watch.written | {_storage(t) for t in _own(module).values() if t.is_meta}
+            written = watch.written | {storage_id(t) for t in _own(module).values() if t.is_meta}
             writes = {fqns[s] for s in written if s in fqns}
             if writes:
                 steps.append(_InitCall(run, writes))

@@ -33,7 +33,7 @@ from meshplan.runtime.base.compile import compiles
 from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import activation_placement, placement, submesh
 from meshplan.runtime.torch_private.ops import as_dtensor
-from meshplan.runtime.trace.sp_boundary import cross
+from meshplan.runtime.trace.sp_boundary import check_even, cross
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -172,7 +172,8 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
     def leave(module: nn.Module, args: tuple[Any, ...], output: DTensor) -> torch.Tensor:
         if use.style == LOGITS:
             return leave_logits(output)
-        _check_even(output, leaves, tp)
+        if leaves == Shard(1):
+            check_even(output, tp)
         local = output.redistribute(placements=[leaves]).to_local(grad_placements=gradient)
         # torch forbids in-place writes to the result of `to_local`.
         return local.clone() if use.is_written else local
@@ -180,22 +181,6 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
     module.register_forward_pre_hook(enter, with_kwargs=True)
     if not use.pieces:  # The output of a fused projection is a local tensor already.
         module.register_forward_hook(leave)
-
-
-def _check_even(x: torch.Tensor, wanted: Placement, tp: DeviceMesh) -> None:
-    """Raise an ApplyError if a sequence does not divide into equal shards.
-
-    gloo aborts the process on uneven shards, and a module that gets a shard does not know the full
-    length. Every rank of tp sees the same length, so every rank raises.
-    """
-    if wanted == Shard(1) and x.shape[1] % tp.size():
-        raise ApplyError(
-            Problem(
-                f"sequence_parallel shards the sequence over tp: {tp.size()}, which does not "
-                f"divide its length {x.shape[1]}",
-                fix=f"pad the sequence to a multiple of {tp.size()}",
-            )
-        )
 
 
 def _check_part(x: torch.Tensor, tp: DeviceMesh) -> None:
@@ -250,7 +235,8 @@ def _as_dtensor(
     if isinstance(x, DTensor):
         return x.redistribute(placements=[wanted])
     if arrives != wanted:
-        _check_even(x, wanted, tp)
+        if wanted == Shard(1):
+            check_even(x, tp)
         whole = DTensor.from_local(x, tp, [arrives], run_check=False)
         return whole.redistribute(placements=[wanted])
     # Compiled code is traced once, so its tensors must not be cached. An inference tensor has no
