@@ -30,8 +30,6 @@ VIEWS: Final = MappingProxyType(
 
 MOST_LINES: Final = 40
 """Lines of a `repr` at most."""
-MOST_CHARACTERS: Final = 4000
-"""Characters of a `repr` at most."""
 _LINE: Final = 96
 """Characters of one line of a `repr`: 40 such lines have fewer than 4,000 characters."""
 _MOST_FIELDS: Final = MOST_LINES - 3

@@ -132,11 +132,6 @@ class Profile:
             return ""
         return "step times are those of eager blocks; compiled ones usually take less"
 
-    @property
-    def is_fitted(self) -> bool:
-        """True if the constants were fitted to runs or timings."""
-        return self.residual is not None
-
 
 GENERIC: Final[Mapping[str, float]] = MappingProxyType(
     {

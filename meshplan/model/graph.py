@@ -18,7 +18,7 @@ from meshplan.model.flow import Flow
 from meshplan.shown import shown
 
 if TYPE_CHECKING:
-    import networkx
+    pass
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
@@ -288,21 +288,3 @@ class ModelGraph:
                 by_parent.setdefault(fqn.rpartition(".")[0], []).append(info)
         visit("")
         return tuple(out)
-
-    def to_networkx(self) -> networkx.DiGraph:
-        """Return the module tree as a graph, with an edge from each module to each child.
-
-        Nodes have the attributes `info` (ModuleInfo) and `num_params` (number of parameters of the
-        module without its submodules).
-        """
-        import networkx
-
-        graph = networkx.DiGraph(name=self.name)
-        bytes_of: dict[str, int] = dict.fromkeys(self.modules, 0)
-        for tensor in self.parameters:
-            bytes_of[tensor.module] += tensor.numel
-        for fqn, info in self.modules.items():
-            graph.add_node(fqn, info=info, num_params=bytes_of[fqn])
-            if fqn:
-                graph.add_edge(fqn.rpartition(".")[0], fqn)
-        return graph

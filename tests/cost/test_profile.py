@@ -28,7 +28,7 @@ EIGHT = Cluster(device=H100, nodes=1, gpus_per_node=8)
 
 def test_a_datasheet_times_shares():
     told = profile_of(EIGHT)
-    assert not told.is_fitted
+    assert told.residual is None
     assert told.peak_flops == 989e12
     assert told.memory_bytes_per_s == 3350e9 * GENERIC["memory_share"]
     assert told.intra_bytes_per_s == 450e9 * GENERIC["intra_share"]
@@ -75,7 +75,7 @@ def test_shipped_profiles_are_few_constants_within_what_a_device_can_do():
             assert name in GENERIC or name == "contention_alone"
     cluster = Cluster(device=A100, nodes=2, gpus_per_node=8, inter=Link("", 25e9))
     told = profile_of(cluster, "megatron")
-    assert told.is_fitted
+    assert told.residual is not None
     assert told.num_runs == fitted()["megatron", None]["num_runs"]
     assert told.efficiency != profile_of(cluster).efficiency
 

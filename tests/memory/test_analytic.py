@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from meshplan.errors import PlanError
-from meshplan.memory.analytic.estimate import analytic_log, estimate_analytic
+from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.decoder.microbatch import MicrobatchSpec, tape_of
 from meshplan.memory.decoder.sizes import shape_of
 from meshplan.memory.log.events import EventLog, Term
@@ -24,6 +24,7 @@ from meshplan.memory.tape.tape import play
 from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.spec.reader import load_spec
+from tests.helpers.analytic import analytic_log
 
 BATCH, SEQ_LEN = 2, 32
 LLAMA: dict[str, Any] = {

@@ -14,7 +14,7 @@ import pytest
 
 from meshplan.errors import PlanError
 from meshplan.memory.analytic import microbatches
-from meshplan.memory.analytic.estimate import analytic_log, estimate_analytic
+from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.decoder import blocks
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.tape.ops import TapeBuilder
@@ -22,6 +22,7 @@ from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.spec.reader import load_spec
 from tests.helpers import told
+from tests.helpers.analytic import analytic_log
 from tests.memory.test_analytic_stages import AGAIN, FUSED, GPT2, LLAMA, MIXED, MIXTRAL, NUMBERS
 
 FLAG = 8

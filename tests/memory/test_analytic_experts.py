@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from meshplan.memory.analytic.estimate import analytic_log
 from meshplan.memory.decoder.experts import Spread
 from meshplan.memory.decoder.microbatch import MicrobatchSpec, tape_of
 from meshplan.memory.decoder.sizes import shape_of
 from meshplan.model.blueprint import from_mapping
+from tests.helpers.analytic import analytic_log
 from tests.memory.test_analytic import (
     AUTO,
     BATCH,

@@ -15,7 +15,7 @@ import pytest
 
 from meshplan.errors import PlanError
 from meshplan.memory.analytic import microbatches
-from meshplan.memory.analytic.estimate import analytic_log, estimate_analytic
+from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.answer.rank_classes import equal_ranks
 from meshplan.memory.decoder import cp_all_gather
 from meshplan.memory.log.events import EventLog
@@ -24,6 +24,7 @@ from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.spec.reader import load_spec
 from tests.helpers import told
+from tests.helpers.analytic import analytic_log
 from tests.memory.test_analytic_stages import AGAIN, GPT2, LLAMA, MIXED, MIXTRAL
 
 FEW = 24

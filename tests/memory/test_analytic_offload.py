@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from meshplan.errors import PlanError
-from meshplan.memory.analytic.estimate import analytic_log, estimate_analytic
+from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.analytic.microbatches import analytic_microbatches
 from meshplan.memory.log.events import EventLog
 from meshplan.memory.replay import replay
@@ -22,6 +22,7 @@ from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.render.memory.memory import memory_to_json, memory_to_text
 from meshplan.spec.reader import load_spec
+from tests.helpers.analytic import analytic_log
 from tests.memory.test_analytic import GPT2, LLAMA, QWEN3
 from tests.memory.test_analytic_stages import NUMBERS
 

@@ -13,7 +13,6 @@ import pytest
 
 from meshplan.errors import PlanError, SpecError
 from meshplan.memory.analytic.estimate import (
-    analytic_log,
     estimate_analytic,
     estimate_worst_routing,
 )
@@ -22,6 +21,7 @@ from meshplan.memory.decoder.sizes import shape_of
 from meshplan.model.blueprint import from_mapping
 from meshplan.spec.reader import load_spec
 from meshplan.units import format_gib
+from tests.helpers.analytic import analytic_log
 from tests.memory.test_analytic import AUTO, BF16, LLAMA, LONG, plan_of
 from tests.memory.test_analytic_experts import MIXTRAL, QWEN, SPREAD
 

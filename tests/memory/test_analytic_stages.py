@@ -20,7 +20,7 @@ from meshplan.errors import PlanError
 from meshplan.layout.schedules import Action
 from meshplan.memory import EventLog
 from meshplan.memory.analytic import stages
-from meshplan.memory.analytic.estimate import analytic_log, estimate_analytic
+from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.analytic.microbatches import analytic_microbatches
 from meshplan.memory.analytic.ranks import BRIEF_ERROR, OverError
 from meshplan.memory.log.allocator import reserve
@@ -33,6 +33,7 @@ from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.spec.reader import load_spec
 from tests.helpers import told
+from tests.helpers.analytic import analytic_log
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 160, "hidden_size": 48, "intermediate_size": 112,
@@ -384,7 +385,7 @@ def test_a_pipeline_is_told_without_torch() -> None:
     script = (
         "import sys\n"
         "from meshplan.model.blueprint import from_mapping\n"
-        "from meshplan.memory.analytic.estimate import analytic_log\n"
+        "from tests.helpers.analytic import analytic_log\n"
         "from meshplan.plan.plan import make_plan\n"
         "from meshplan.spec.reader import load_spec\n"
         "graph = from_mapping({'model_type': 'llama', 'num_hidden_layers': 8})\n"

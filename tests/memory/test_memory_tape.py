@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from meshplan.errors import PlanError
-from meshplan.memory.analytic.estimate import analytic_log
-from meshplan.memory.decoder.microbatch import MicrobatchSpec, analytic_trace, tape_of
+from meshplan.memory.decoder.microbatch import MicrobatchSpec, tape_of
 from meshplan.memory.decoder.sizes import shape_of
 from meshplan.memory.log.events import EventLog, Term
 from meshplan.memory.log.microbatch import HookKind
@@ -27,6 +26,7 @@ from meshplan.memory.tape.tape import play
 from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import make_plan
 from meshplan.spec.reader import load_spec
+from tests.helpers.analytic import analytic_log
 from tests.helpers.told import traced as traced_logs
 
 BATCH, SEQ_LEN = 2, 32
@@ -132,7 +132,7 @@ def told(case: str, layers: int) -> Any:
         batch=BATCH, seq_len=SEQ_LEN, element_bytes=element_bytes, is_cuda=False, in_place=False,
         recomputed=frozenset(range(layers)) if recomputes else frozenset(),
     )  # fmt: skip
-    return analytic_trace(graph, run)
+    return play(tape_of(shape_of(graph), run), sums_in_place=False)
 
 
 WIDE = frozenset(CASES) - {"qwen3 in bf16", "gpt2"}
@@ -284,7 +284,7 @@ def test_a_step_is_told_without_torch() -> None:
     script = (
         "import sys\n"
         "from meshplan.model.blueprint import from_mapping\n"
-        "from meshplan.memory.analytic.estimate import analytic_log\n"
+        "from tests.helpers.analytic import analytic_log\n"
         "from meshplan.plan.plan import make_plan\n"
         "from meshplan.spec.reader import load_spec\n"
         "graph = from_mapping({'model_type': 'llama', 'num_hidden_layers': 4})\n"
@@ -298,7 +298,7 @@ def test_a_step_is_told_without_torch() -> None:
 def test_an_unknown_family_is_refused() -> None:
     graph = from_mapping({"model_type": "gemma2"})
     with pytest.raises(PlanError, match="no rules for the operators of Gemma2ForCausalLM"):
-        analytic_trace(graph, MicrobatchSpec(batch=1, seq_len=8))
+        tape_of(shape_of(graph), MicrobatchSpec(batch=1, seq_len=8))
 
 
 def test_gradients_that_a_unit_reduces_are_laid_by_it() -> None:

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from meshplan.api import planning
 from meshplan.cli.app import main
 from meshplan.errors import PlanError, SpecError
-from meshplan.memory.analytic.estimate import analytic_log, estimate_analytic
+from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.log.events import Event, EventLog, Storage, Term
 from meshplan.pictures.base.palette import THEMES, WHOLE
 from meshplan.pictures.graphs.tree import module_tree
@@ -26,6 +26,7 @@ from meshplan.pictures.plans.pareto import pareto
 from meshplan.textbook.inputs import read_limit
 from meshplan.units import GIB
 from tests.bench.gallery import FOLDER, MOST_BYTES, PAGE, SHOWN
+from tests.helpers.analytic import analytic_log
 from tests.helpers.graphs import blocks, graph
 from tests.helpers.pictured import (
     LLAMA,

@@ -7,7 +7,7 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshplan.textbook.formulas import LORA_ROWS, ROWS, FormulaRow, activations_per_layer
+from meshplan.textbook.formulas import LORA_ROWS, ROWS, FormulaRow
 from meshplan.textbook.inverse import max_params, min_gpus, tabulate
 
 a, n, nodes, t = sympy.symbols("a n nodes t", positive=True)
@@ -118,32 +118,3 @@ def test_answers_show_what_was_solved():
     assert answer.value is None
     answer = min_gpus(by_row["ddp", "fp32"], num_params=10**9, nodes=2, memory_bytes=20 * 10**9)
     assert (answer.solution, answer.value) == ("", 2)
-
-
-def test_activations_are_korthikanti_table_2():
-    s, b, h, heads, t = sympy.symbols("s b h a t", positive=True)
-    sbh, core = s * b * h, 5 * heads * s / h
-
-    def total(**options):
-        terms = activations_per_layer(s=s, b=b, h=h, heads=heads, **options)
-        return sympy.expand(sum(terms.values()) / sbh)
-
-    assert sympy.simplify(total() - (34 + core)) == 0
-    assert sympy.simplify(total(tp=t) - (10 + 24 / t + core / t)) == 0
-    assert sympy.simplify(total(tp=t, sequence_parallel=True) - (34 + core) / t) == 0
-    assert sympy.simplify(total(tp=t, recompute="selective") - (10 + 24 / t)) == 0
-    both = total(tp=t, sequence_parallel=True, recompute="selective")
-    assert sympy.simplify(both - 34 / t) == 0
-    assert total(recompute="full") == 2
-    with pytest.raises(
-        ValueError, match="recompute='some': expected 'none', 'selective' or 'full'"
-    ):
-        activations_per_layer(s=1, b=1, h=1, heads=1, recompute="some")
-
-
-def test_activations_in_bytes():
-    sizes = {"s": 2048, "b": 4, "h": 6144, "heads": 64}
-    terms = activations_per_layer(**sizes, tp=8, sequence_parallel=True)
-    exact = 2048 * 4 * (34 * 6144 + 5 * 64 * 2048) // 8
-    assert all(isinstance(term, int) for term in terms.values())
-    assert sum(terms.values()) == exact

@@ -29,13 +29,11 @@ from meshplan.memory.answer.reserved import ReplayCache
 from meshplan.memory.decoder.attention_kernel import check_fused
 from meshplan.memory.decoder.experts import Spread, most_arriving
 from meshplan.memory.decoder.sizes import shape_of
-from meshplan.memory.log.events import EventLog, Term
+from meshplan.memory.log.events import EventLog
 from meshplan.memory.replay import check_rules, replay
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.replay.shards import offloads_params, unit_shards
-from meshplan.memory.replay.unit import GATHERING, REDUCING
+from meshplan.memory.replay.shards import offloads_params
 from meshplan.plan.plan import Plan
-from meshplan.plan.restrict import restrict
 from meshplan.units import format_gib
 
 _CROSS_ENTROPY: Final = "cross-entropy in float32 over the last dim of logits"
@@ -249,80 +247,4 @@ def _log_of(works: Works, plan: Plan, rank: int, *, summarised: bool) -> EventLo
     trace, foreach = works.of_rank(rank, summarised=summarised), is_uniform(plan.assignment)
     has_host = bool(offloads_params(plan.assignment) or plan.assignment.host_activations)
     optimizer = plan.spec.optimizer
-    return replay(trace, plan, optimizer, rank=rank, foreach=foreach, has_host=has_host)
-
-
-def streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:
-    """Return the number of the CUDA stream of each FSDP2 buffer, by (category, bytes at birth).
-
-    The allocator keeps a pool for each stream, so reserved bytes depend on the streams.
-
-    Args:
-        plan: The plan, whose units make the buffers.
-        rank: The rank whose buffers are listed.
-
-    Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
-    """
-    streams: dict[tuple[Term, int], int] = {}
-    if plan.assignment.wrapper != "units":
-        return streams
-    stages = plan.assignment.stages
-    parts = [plan.assignment]
-    if stages is not None:
-        place = plan.mesh.index(rank, ("pp",))
-        parts = [restrict(plan, stage).assignment for stage in stages.of_rank(place)]
-    for unit in (unit for part in parts for unit in unit_shards(part, plan.graph, rank)):
-        streams[Term.COMMUNICATION, unit.gathered_bytes] = GATHERING
-        if unit.on_host:
-            for param in unit.params:
-                streams[Term.TEMPORARIES, param.stored_bytes] = GATHERING
-                streams[Term.TEMPORARIES, param.whole_bytes // unit.num_ranks] = GATHERING
-        elif unit.cast_bytes:
-            streams[Term.TEMPORARIES, unit.cast_bytes // unit.num_ranks] = GATHERING
-        numel = sum(param.padded_numel for param in unit.trained) // unit.num_ranks
-        streams[Term.GRADIENTS, numel * unit.reduce_itemsize] = REDUCING
-    return streams
-
-
-@no_collection()
-def analytic_log(
-    plan: Plan,
-    *,
-    batch: int,
-    seq_len: int,
-    optimizer: str = "adamw",
-    rank: int = 0,
-    is_cuda: bool = True,
-    in_place: bool = True,
-    foreach: bool = True,
-    spread: Spread | None = None,
-    has_host: bool = False,
-    device: str = "",
-) -> EventLog:
-    """Return the event log of one step of a causal LM of transformers, optimizer state included.
-
-    Args:
-        plan: A plan for a graph of `blueprint`.
-        batch: Sequences of this rank per forward of the training loop; a pipeline splits these
-            further into its microbatches.
-        seq_len: Tokens of one sequence.
-        optimizer: A name of `spec.OPTIMIZER_STATES`.
-        rank: The rank whose step is returned.
-        is_cuda: If True, compute the log for CUDA's kernels, otherwise for those of a CPU.
-        in_place: If True, several gradients of one tensor are added up in place, as torch does
-            unless a dispatch mode is active.
-        foreach: If True, the optimizer updates parameters together, as torch does on a GPU.
-        spread: Distribution of experts and tokens over ep; None for the plan's.
-        has_host: If True, host memory is separate from the device's, and has the optimizer's step
-            counts.
-        device: A device name of `hardware`; "" if unknown.
-
-    Raises:
-        PlanError: There are no rules for the model's ops, or for a feature of the plan.
-    """
-    check_fused(plan, seq_len, is_cuda=is_cuda, device=device)
-    works = analytic_microbatches(
-        plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place, spread=spread, device=device
-    )
-    trace = works.of_rank(rank)
     return replay(trace, plan, optimizer, rank=rank, foreach=foreach, has_host=has_host)

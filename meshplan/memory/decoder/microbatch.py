@@ -16,15 +16,13 @@ from meshplan.memory.decoder.chunked_loss import chunked_cross_entropy
 from meshplan.memory.decoder.common import BlockContext
 from meshplan.memory.decoder.cp_all_gather import SequenceChunks
 from meshplan.memory.decoder.experts import ONE_RANK, Spread
-from meshplan.memory.decoder.sizes import Shape, shape_of
+from meshplan.memory.decoder.sizes import Shape
 from meshplan.memory.decoder.sp_boundary import cut, end
 from meshplan.memory.decoder.tp_ops import Entered, TpPlanOnTape, look_up, project
 from meshplan.memory.decoder.vocab_parallel_loss import cross_entropy_of_parts
 from meshplan.memory.log.events import COMPILED_OUTPUT, Term
-from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.memory.tape.ops import TapeBuilder
-from meshplan.memory.tape.tape import Grad, Tape, play
-from meshplan.model.graph import ModelGraph
+from meshplan.memory.tape.tape import Grad, Tape
 from meshplan.spec.spec import PRODUCTS
 
 _ID: Final = 8
@@ -93,15 +91,6 @@ class MicrobatchSpec:
     def saved(self, number: int) -> frozenset[str]:
         """Return the words of `save:` whose ops the recomputed block with this number saves."""
         return self.saves.get(number, _CHOSEN if self.keeps_chosen else frozenset())
-
-
-def analytic_trace(graph: ModelGraph, run: MicrobatchSpec) -> MicrobatchTrace:
-    """Return the `MicrobatchTrace` of a decoder of a known family, as transformers computes it.
-
-    Raises:
-        PlanError: There are no rules for the blocks of this model.
-    """
-    return play(tape_of(shape_of(graph), run), sums_in_place=run.in_place)
 
 
 def tape_of(shape: Shape, run: MicrobatchSpec, *, only: Collection[int] | None = None) -> Tape:

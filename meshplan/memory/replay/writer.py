@@ -81,10 +81,10 @@ class LogWriter:
         self._host_live += delta
         self._host_most = max(self._host_most, self._host_live)
 
-    def adopt(self, number: int, size: int, holders: int = 1) -> None:
-        """Add holders to a storage of `size` bytes that events of the microbatch made."""
+    def adopt(self, number: int, size: int) -> None:
+        """Add a holder to a storage of `size` bytes that events of the microbatch made."""
         self._sizes[number] = size
-        self._holders[number] = self._holders.get(number, 0) + holders
+        self._holders[number] = self._holders.get(number, 0) + 1
 
     def size(self, number: int) -> int:
         """Return the bytes of a live storage."""

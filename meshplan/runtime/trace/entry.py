@@ -18,10 +18,8 @@ import torch
 from torch import nn
 
 from meshplan.errors import Origin, Problem, SpecError
-from meshplan.model.graph import ModelGraph
 from meshplan.runtime.torch_private import modes
 from meshplan.runtime.torch_private.modes import built_on
-from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.recipes import OWN_MODELS
 from meshplan.spec.trust import check_code
 from meshplan.spec.values import did_you_mean
@@ -32,11 +30,6 @@ _ON_META = (
 )
 _FOUND = "modules are imported from the installed packages or the working directory"
 _ELSEWHERE = "run the command in the folder of the module, or add this folder to PYTHONPATH"
-
-
-def graph_of_entry(entry: str, origin: Origin) -> ModelGraph:
-    """Return the graph of the model that "pkg.mod:function" makes; see `model_of_entry`."""
-    return graph_of(model_of_entry(entry, origin))
 
 
 def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Module:

@@ -16,13 +16,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from meshplan.memory.analytic.estimate import streams_of
 from meshplan.memory.decoder.sizes import shape_of
-from meshplan.memory.log.events import EventLog
+from meshplan.memory.log.events import EventLog, Term
 from meshplan.memory.replay import replay
+from meshplan.memory.replay.shards import unit_shards
+from meshplan.memory.replay.unit import GATHERING, REDUCING
 from meshplan.memory.tape.tape import play
 from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import Plan, make_plan
+from meshplan.plan.restrict import restrict
 from meshplan.spec.reader import load_spec
 from tests.bench.frameworks.settle import settled
 from tests.bench.frameworks.torchtitan import Training, tape_of
@@ -108,7 +110,39 @@ def log_of(
     work = play(tape_of(shape_of(plan.graph), how), sums_in_place=True)
     # Fused Adam takes nothing for itself.
     log = replay(work, plan, "adamw", foreach=False)
-    return settled(log, streams_of(plan, 0))
+    return settled(log, _streams_of(plan, 0))
+
+
+def _streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:
+    """Return the number of the CUDA stream of each FSDP2 buffer, by (category, bytes at birth).
+
+    The allocator keeps a pool for each stream, so reserved bytes depend on the streams.
+
+    Args:
+        plan: The plan, whose units make the buffers.
+        rank: The rank whose buffers are listed.
+
+    Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
+    """
+    streams: dict[tuple[Term, int], int] = {}
+    if plan.assignment.wrapper != "units":
+        return streams
+    stages = plan.assignment.stages
+    parts = [plan.assignment]
+    if stages is not None:
+        place = plan.mesh.index(rank, ("pp",))
+        parts = [restrict(plan, stage).assignment for stage in stages.of_rank(place)]
+    for unit in (unit for part in parts for unit in unit_shards(part, plan.graph, rank)):
+        streams[Term.COMMUNICATION, unit.gathered_bytes] = GATHERING
+        if unit.on_host:
+            for param in unit.params:
+                streams[Term.TEMPORARIES, param.stored_bytes] = GATHERING
+                streams[Term.TEMPORARIES, param.whole_bytes // unit.num_ranks] = GATHERING
+        elif unit.cast_bytes:
+            streams[Term.TEMPORARIES, unit.cast_bytes // unit.num_ranks] = GATHERING
+        numel = sum(param.padded_numel for param in unit.trained) // unit.num_ranks
+        streams[Term.GRADIENTS, numel * unit.reduce_itemsize] = REDUCING
+    return streams
 
 
 def _is_alone(mesh: Mapping[str, int]) -> bool:
