@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from meshplan.plan.plan import Plan
     from meshplan.plan.verdict import Verdict
     from meshplan.planner.lock.lock import Lock
+    from meshplan.runtime.estimate.request import EstimateRequest
 
 _NAME_MODEL = "add --model pkg.mod:function, --config PATH, or one of them to the plan's 'model'"
 
@@ -410,16 +411,9 @@ def estimate_memory(
             return with_fixes(planned, estimate, estimate_again, fixes, report, took_s)
     from meshplan.runtime.estimate.estimate import estimate_by_trace
     from meshplan.runtime.estimate.fixes import with_fixes  # torch
-    from meshplan.runtime.estimate.request import EstimateRequest, decided
-    from meshplan.runtime.estimate.scale_down import model_source_of
+    from meshplan.runtime.estimate.request import decided
 
-    request = EstimateRequest(
-        spec=spec,
-        source=model_source_of(spec, source.model, source.config),
-        device=device,
-        limit_bytes=limit_bytes,
-        tier=tier,
-    )
+    request = replace(request_of_trace(spec, source), tier=tier)
     estimate = estimate_by_trace(request, report, notes)
     took_s = time.monotonic() - began
     if estimate.fits is not False or fixes is False:
@@ -451,12 +445,23 @@ def traced_log(
         ApplyError: A tracing process was killed.
     """
     from meshplan.runtime.estimate.estimate import log_of_rank  # torch
-    from meshplan.runtime.estimate.request import EstimateRequest
+
+    return log_of_rank(request_of_trace(plan.spec, source), rank, report)
+
+
+def request_of_trace(spec: Spec, source: Source) -> EstimateRequest:
+    """Return the request for an estimate from a trace of the model.
+
+    Args:
+        spec: The plan, with nothing left open.
+        source: The model and the machine of the plan.
+
+    Raises:
+        SpecError: The model or the limit cannot be read.
+    """
+    from meshplan.runtime.estimate.request import EstimateRequest  # torch
     from meshplan.runtime.estimate.scale_down import model_source_of
 
-    device, limit_bytes, _ = read_limit(source.gpu, source.memory, plan.spec)
-    builder = model_source_of(plan.spec, source.model, source.config)
-    request = EstimateRequest(
-        spec=plan.spec, source=builder, device=device, limit_bytes=limit_bytes
-    )
-    return log_of_rank(request, rank, report)
+    device, limit_bytes, _ = read_limit(source.gpu, source.memory, spec)
+    builder = model_source_of(spec, source.model, source.config)
+    return EstimateRequest(spec=spec, source=builder, device=device, limit_bytes=limit_bytes)

@@ -399,7 +399,7 @@ def as_written(decision: Decision, source: Source) -> Written | None:
     from meshplan.api.in_force import plan_of_spec
     from meshplan.planner.answers import written
 
-    device, limit_bytes, _ = read_limit(source.gpu, source.memory, decision.spec)
+    device, _, _ = read_limit(source.gpu, source.memory, decision.spec)
 
     def decide(spec: Spec) -> Plan:
         assert decision.chosen is not None
@@ -407,14 +407,10 @@ def as_written(decision: Decision, source: Source) -> Written | None:
 
     def trace() -> MemoryEstimate:
         from meshplan.runtime.estimate.estimate import estimate_by_trace  # torch
-        from meshplan.runtime.estimate.request import EstimateRequest
-        from meshplan.runtime.estimate.scale_down import model_source_of
 
-        builder = model_source_of(decision.spec, source.model, source.config)
-        request = EstimateRequest(
-            spec=decision.spec, source=builder, device=device, limit_bytes=limit_bytes
+        return estimate_by_trace(
+            checking.request_of_trace(decision.spec, source), lambda text: None
         )
-        return estimate_by_trace(request, lambda text: None)
 
     cluster = cluster_of(decision.spec, device, decision.profile)
     return written.as_written(decision, device, cluster, decide, trace)
