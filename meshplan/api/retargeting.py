@@ -142,11 +142,9 @@ def on_other_hardware(source: Source, plan: Plan, words: str, flag: str = "--ret
     Raises:
         SpecError: A field is not one of `hardware`.
     """
-    hardware = plan.spec.hardware
-    gpu = hardware.gpu if hardware is not None else None
     settings = retarget_settings(words, flag)
     if source.profile is None:
-        settings.append(f"profile={framework_of(plan.spec, plan.graph, gpu or '')}")
+        settings.append(f"profile={framework_of(plan.spec, plan.graph)}")
     return source.with_overrides(settings)
 
 

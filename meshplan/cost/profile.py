@@ -173,7 +173,7 @@ def runs_of(framework: str, device: str) -> Mapping[str, Any] | None:
     return fitted().get((framework, device)) or fitted().get((framework, None))
 
 
-def framework_of(spec: Spec, graph: ModelGraph, device: str) -> str:
+def framework_of(spec: Spec, graph: ModelGraph, device: str | None = None) -> str:
     """Return the name in `PROFILES` of the code that runs a plan's step.
 
     Without a statement of the plan, it follows from the model: modules of transformers run eagerly
@@ -184,7 +184,7 @@ def framework_of(spec: Spec, graph: ModelGraph, device: str) -> str:
     Args:
         spec: The plan's spec.
         graph: The model.
-        device: Name of the GPU.
+        device: Name of the GPU; None for the one that the spec states.
     """
     if spec.profile is not None:
         return spec.profile
@@ -192,6 +192,8 @@ def framework_of(spec: Spec, graph: ModelGraph, device: str) -> str:
     own = (each.dtype for each in graph.tensors.values() if not each.is_buffer)
     dtype = spec.precision.param or next(own, "")
     types = (module.qualified_type for module in graph.modules.values())
+    if device is None and spec.hardware is not None:
+        device = spec.hardware.gpu
     is_known = device in runs["devices"] and dtype == runs["dtype"]
     is_eager = is_known and any(each.startswith("transformers.") for each in types)
     return _EAGER if is_eager else PROFILES[0]

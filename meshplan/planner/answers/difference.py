@@ -251,8 +251,7 @@ def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
     yield "compile", bool(a.compiled)
     yield "clip_grad_norm", spec.clip_grad_norm
     yield "allocator", spec.allocator
-    gpu = spec.hardware.gpu if spec.hardware is not None else None
-    yield "profile", framework_of(spec, plan.graph, gpu or "")
+    yield "profile", framework_of(spec, plan.graph)
 
 
 def _size(name: str, value: Any) -> Any:
