@@ -76,9 +76,19 @@ class MeshplanError(Exception):
 
     def render(self) -> str:
         """Return the message as the command line prints it: a count, then each problem."""
-        count = len(self.problems)
-        head = f"meshplan: {count} problem{'' if count == 1 else 's'}"
-        return "\n".join([head, *map(str, self.problems)])
+        return findings_to_text("problem", self.problems)
+
+
+def findings_to_text(noun: str, findings: Sequence[Problem]) -> str:
+    """Return a line with the number of findings, then the findings.
+
+    >>> print(findings_to_text("warning", [Problem("this decides nothing", fix="remove it")]))
+    meshplan: 1 warning
+    this decides nothing
+        fix: remove it
+    """
+    head = f"meshplan: {len(findings)} {noun}{'' if len(findings) == 1 else 's'}"
+    return "\n".join([head, *map(str, findings)])
 
 
 class SpecError(MeshplanError, ValueError):

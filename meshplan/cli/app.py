@@ -35,7 +35,7 @@ from meshplan.cli.common import (
     print_notes,
     source_of,
 )
-from meshplan.errors import MeshplanError, Origin, Problem, SpecError
+from meshplan.errors import MeshplanError, Origin, Problem, SpecError, findings_to_text
 from meshplan.own_process import IS_OWN, leave_at_once, search_rarely
 from meshplan.render.base.text import PlainStream, envelope
 from meshplan.render.memory.estimate import estimate_to_json, estimate_to_text
@@ -190,7 +190,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _check_one(args: argparse.Namespace) -> int:
-    from meshplan.render.base.findings import findings_to_json, findings_to_text
+    from meshplan.render.base.findings import findings_to_json
 
     try:
         path = plan_file(args)

@@ -24,7 +24,7 @@ from meshplan.cli.common import (
     profile_flag,
     source_of,
 )
-from meshplan.errors import Origin, PlanError, Problem, SpecError
+from meshplan.errors import Origin, PlanError, Problem, SpecError, findings_to_text
 from meshplan.textbook.inputs import read_limit
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _OF_MEMORY = ("memory", "waterfall")
 
 
 def _show(args: argparse.Namespace) -> int:
-    from meshplan.render.base.findings import findings_to_text
     from meshplan.render.layouts.show import plan_to_json, plan_to_text
 
     notes: list[str] = []

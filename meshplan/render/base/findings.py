@@ -1,4 +1,4 @@
-"""Output of `meshplan check`: problems and warnings, as text and as JSON."""
+"""Output of `meshplan check`: problems and warnings as JSON."""
 
 from __future__ import annotations
 
@@ -6,18 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshplan.errors import Origin, Problem
-
-
-def findings_to_text(noun: str, findings: Sequence[Problem]) -> str:
-    """Return a line with the number of findings, then the findings.
-
-    >>> print(findings_to_text("warning", [Problem("this decides nothing", fix="remove it")]))
-    meshplan: 1 warning
-    this decides nothing
-        fix: remove it
-    """
-    head = f"meshplan: {len(findings)} {noun}{'' if len(findings) == 1 else 's'}"
-    return "\n".join([head, *map(str, findings)])
 
 
 def findings_to_json(
