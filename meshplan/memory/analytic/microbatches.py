@@ -14,7 +14,7 @@ from meshplan.assign.base.types import Stages
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.memory.analytic.stages import Played, StageWorks
-from meshplan.memory.decoder.attention_kernel import is_fused
+from meshplan.memory.decoder.attention_kernel import is_fused, no_rules
 from meshplan.memory.decoder.common import number_of
 from meshplan.memory.decoder.cp_all_gather import gathered_of
 from meshplan.memory.decoder.experts import Spread, most_arriving
@@ -204,7 +204,7 @@ def refusals(plan: Plan) -> Iterator[Problem]:
     a = plan.assignment
     blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
     if a.units.keys() - blocks - a.experts.keys() - {""}:
-        yield _no_rules("units that are no blocks")
+        yield no_rules("units that are no blocks")
 
 
 def op_refusals(plan: Plan) -> Iterator[Problem]:
@@ -221,28 +221,20 @@ def op_refusals(plan: Plan) -> Iterator[Problem]:
             "sequence_parallel set by rules, with which transformers' own code does not run",
         ),
         (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
-        (_exchanges_latents(plan), "context parallelism of multi-head latent attention"),
+        (
+            plan.mesh.size("cp") > 1 and "kv_lora_rank" in plan.graph.config,
+            "context parallelism of multi-head latent attention",
+        ),
         (_scores_scaled(plan), "loss_chunks with logits that the model scales"),
         (_parts_heads(plan), "all_to_all with heads that are no multiple of tp times cp"),
         (bool(others), f"recomputation that saves {', '.join(sorted(others))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
         (bool(a.host_activations.keys() - blocks), "offloaded activations outside of blocks"),
         (bool(a.experts.keys() - experts), "experts in modules other than mlp.experts"),
-        (_is_autocast(plan), "parameters with several compute dtypes"),
+        (len(a.compute_dtypes) != 1, "parameters with several compute dtypes"),
     ):
         if is_present:
-            yield _no_rules(what)
-
-
-def _no_rules(what: str) -> Problem:
-    return Problem(
-        f"the estimate from a config has no rules for {what}",
-        fix="write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch",
-    )
-
-
-def _exchanges_latents(plan: Plan) -> bool:
-    return plan.mesh.size("cp") > 1 and "kv_lora_rank" in plan.graph.config
+            yield no_rules(what)
 
 
 def _scores_scaled(plan: Plan) -> bool:
@@ -295,10 +287,6 @@ def _near(plan: Plan, stages: Stages, rank: int) -> set[int]:
     blocks = plan.graph.blocks()
     known = {fqn for fqn, stage in stages.units if stage in near}.intersection(blocks)
     return {number_of(fqn) for fqn in (blocks[0], *known, blocks[-1])}
-
-
-def _is_autocast(plan: Plan) -> bool:
-    return len(plan.assignment.compute_dtypes) != 1
 
 
 def _element_bytes(plan: Plan) -> int:

@@ -32,15 +32,16 @@ def check_fused(plan: Plan, seq_len: int, *, is_cuda: bool = True, device: str =
     Raises:
         PlanError: There are no rules for the kernel that would run.
     """
-    problems = [
-        Problem(
-            f"the estimate from a config has no rules for {what}",
-            fix="write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch",
-        )
-        for what in _unfused(plan, seq_len, is_cuda=is_cuda, device=device)
-    ]
-    if problems:
-        raise PlanError(problems)
+    if whats := list(_unfused(plan, seq_len, is_cuda=is_cuda, device=device)):
+        raise PlanError(map(no_rules, whats))
+
+
+def no_rules(what: str) -> Problem:
+    """Return the problem of something in a plan that only a trace of the model knows."""
+    return Problem(
+        f"the estimate from a config has no rules for {what}",
+        fix="write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch",
+    )
 
 
 def is_fused(plan: Plan) -> bool:

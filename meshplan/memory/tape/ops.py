@@ -294,27 +294,24 @@ class TapeBuilder:
 
     def layer_norm(self, x: int, width: int, name: str) -> int:
         """Apply LayerNorm, which saves its input, and a mean and a deviation for every row."""
-        at = self.at(f"{self.module}.{name}" if self.module else name)
-        tokens = self.size(x) // (width * self.element_bytes)
-        statistics = self.tape.value(2 * tokens * (_FP32 if self.is_cuda else self.element_bytes))
-        out = self.tape.value(self.size(x))
-        size = width * self.parameter_bytes
-        parameters = ((f"{at.module}.weight", size), (f"{at.module}.bias", size))
-        self.tape.add(
-            TapeOp("native_layer_norm", at.module, (x,), (out, statistics), (x, statistics),
-                (Grad(x, self.size(x)),), parameters)
-        )  # fmt: skip
-        return out
+        row = 2 * (_FP32 if self.is_cuda else self.element_bytes)
+        return self._norm("native_layer_norm", x, width, name, row, ("weight", "bias"))
 
     def rms_norm(self, x: int, width: int, name: str) -> int:
         """Apply the fused RMSNorm kernel, which saves its input and one number for every row."""
+        return self._norm("_fused_rms_norm", x, width, name, _FP32, ("weight",))
+
+    def _norm(
+        self, op: str, x: int, width: int, name: str, row_bytes: int, leaves: tuple[str, ...]
+    ) -> int:
+        """Apply a norm that saves its input, and so many bytes of statistics for every row."""
         at = self.at(f"{self.module}.{name}" if self.module else name)
-        tokens = self.size(x) // (width * self.element_bytes)
-        statistics, out = self.tape.value(tokens * _FP32), self.tape.value(self.size(x))
-        parameters = ((f"{at.module}.weight", width * self.parameter_bytes),)
+        rows = self.size(x) // (width * self.element_bytes)
+        statistics, out = self.tape.value(rows * row_bytes), self.tape.value(self.size(x))
+        size = width * self.parameter_bytes
         self.tape.add(
-            TapeOp("_fused_rms_norm", at.module, (x,), (out, statistics), (x, statistics),
-                (Grad(x, self.size(x)),), parameters)
+            TapeOp(op, at.module, (x,), (out, statistics), (x, statistics),
+                (Grad(x, self.size(x)),), tuple((f"{at.module}.{leaf}", size) for leaf in leaves))
         )  # fmt: skip
         return out
 

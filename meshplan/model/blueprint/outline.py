@@ -9,12 +9,12 @@ Source: transformers 5.23, `models/<family>/modeling_*.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from meshplan.model.flow import Call, Flow, Op, Ref, Value
-from meshplan.model.graph import ModuleInfo, TensorInfo
+from meshplan.model.graph import ModuleInfo, TensorInfo, around
 
 
 @dataclass(slots=True)
@@ -35,8 +35,7 @@ class FlowBuilder:
     def __post_init__(self) -> None:
         self._inside = {}
         for fqn, tensor in self.tensors.items():
-            around = {above for name in tensor.names for above in _around(name)}
-            for module in around:
+            for module in {m for name in tensor.names for m in around(name.rpartition(".")[0])}:
                 self._inside.setdefault(module, []).append(fqn)
 
     def enter(self, module: str, parent: int | None) -> int:
@@ -146,14 +145,6 @@ class FlowBuilder:
         number = len(self._values)
         self._values.append(Value(id=number, shape=(), dtype="", origin=origin, name=name))
         return number
-
-
-def _around(name: str) -> Iterator[str]:
-    """Yield the fqns of the modules that contain a tensor, innermost first, without the root."""
-    module = name.rpartition(".")[0]
-    while module:
-        yield module
-        module = module.rpartition(".")[0]
 
 
 def decoder_outline(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -69,8 +70,8 @@ def replaced(kernels: Kernels) -> Mapping[str, Callable[..., Any]]:
             "layer_norm": _layer_norm,
             "_fused_rms_norm": _rms_norm,
             "scaled_dot_product_attention": attention,
-            "softmax.int": _softmax,
-            "log_softmax.int": _log_softmax,
+            "softmax.int": partial(_softmax, _ops._softmax),
+            "log_softmax.int": partial(_softmax, _ops._log_softmax),
             **RECURRENT,
         }
     )
@@ -149,22 +150,16 @@ def _layer_norm(
     return _LayerNorm.apply(x, shape, weight, bias, eps)
 
 
-def _softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Run softmax with its cast; from float16 to float32 both are one kernel.
+def _softmax(
+    op: Callable[..., torch.Tensor], x: torch.Tensor, dim: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Run softmax or its logarithm with its cast; from float16 to float32 both are one kernel.
 
     Source: torch's SoftMax.cpp, `softmax`.
     """
     is_fused = x.dtype == torch.float16 and dtype == torch.float32
     y = x if is_fused or dtype is None else x.to(dtype)
-    out: torch.Tensor = _ops._softmax(y, dim, is_fused)
-    return out
-
-
-def _log_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    is_fused = x.dtype == torch.float16 and dtype == torch.float32
-    y = x if is_fused or dtype is None else x.to(dtype)
-    out: torch.Tensor = _ops._log_softmax(y, dim, is_fused)
-    return out
+    return op(y, dim, is_fused)
 
 
 def _attention(

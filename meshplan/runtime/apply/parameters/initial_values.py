@@ -193,12 +193,14 @@ def _tensor_at(model: nn.Module, fqn: str) -> torch.Tensor | None:
 def _register(model: nn.Module, names: tuple[str, ...], tensor: torch.Tensor) -> None:
     """Register a tensor in the model under all these names."""
     for name in names:
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        table: dict[str, Any] = (
-            module._parameters if leaf in module._parameters else module._buffers
-        )
-        table[leaf] = tensor
+        holder(model, name)[name.rpartition(".")[2]] = tensor
+
+
+def holder(model: nn.Module, name: str) -> dict[str, Any]:
+    """Return the `_parameters` or `_buffers` dict that contains the tensor of this name."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    return module._parameters if leaf in module._parameters else module._buffers
 
 
 def _blank_like(meta: torch.Tensor) -> torch.Tensor:

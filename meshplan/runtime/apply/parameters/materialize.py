@@ -8,7 +8,6 @@ keeps its shard of each tensor and frees the rest (`runtime.apply.parameters.ini
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,10 @@ from torch import nn
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.data.data import params_on_host
-from meshplan.runtime.apply.parameters.initial_values import initialise
+from meshplan.runtime.apply.parameters.initial_values import holder, initialise
 from meshplan.runtime.base.digest import checksum
 from meshplan.runtime.base.mesh import device, local_of
+from meshplan.state.held import is_held
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ def agree_on_values(model: nn.Module, plan: Plan) -> InitialValues:
         names = {fqn: placed.info.names for fqn, placed in plan.assignment.tensors.items()}
 
         def keep(fqn: str, value: torch.Tensor) -> None:
-            if _is_held(fqn, plan):
+            if is_held(fqn, plan, dist.get_rank()):
                 out.local[fqn] = _part(value, fqn, plan)
 
         initialise(model, names, keep)
@@ -154,28 +154,14 @@ def _receive(tensors: dict[str, torch.Tensor], plan: Plan, source: int) -> Initi
         else:
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device())
         dist.broadcast(full, src=source)
-        if _is_held(fqn, plan):
+        if is_held(fqn, plan, dist.get_rank()):
             out.local[fqn] = _part(full, fqn, plan)
     return out
-
-
-def _is_held(fqn: str, plan: Plan) -> bool:
-    """Return True if a pipeline stage of this rank holds the tensor, or there are no stages."""
-    stages = plan.assignment.stages
-    place = plan.mesh.index(dist.get_rank(), ("pp",))
-    return stages is None or stages.holds(fqn, place)
 
 
 def _retie(model: nn.Module, plan: Plan) -> None:
     """Tie shared tensors again, since `Module._apply` made a separate tensor for each name."""
     for placed in plan.assignment.tensors.values():
-        tensor = _holder(model, placed.info.fqn)[placed.info.fqn.rpartition(".")[2]]
+        tensor = holder(model, placed.info.fqn)[placed.info.fqn.rpartition(".")[2]]
         for name in placed.info.aliases:
-            _holder(model, name)[name.rpartition(".")[2]] = tensor
-
-
-def _holder(model: nn.Module, name: str) -> dict[str, Any]:
-    """Return the `_parameters` or `_buffers` dict that contains the tensor of this name."""
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    return module._parameters if leaf in module._parameters else module._buffers
+            holder(model, name)[name.rpartition(".")[2]] = tensor
