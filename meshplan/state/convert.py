@@ -52,7 +52,7 @@ def convert_to_plan(source: Path, manifest: Manifest, plan: Plan, target: Path) 
                 own += [
                     held_alone(key, each.dtype, each.shape)
                     for key, each in manifest.tensors.items()
-                    if _is_value(key)
+                    if key.startswith("values/")
                 ]
             name = f"rank-{rank:05d}.safetensors"
             written = _write(folder / name, own, source, manifest, pieces)
@@ -80,10 +80,6 @@ def convert_to_plan(source: Path, manifest: Manifest, plan: Plan, target: Path) 
 def _shared(states: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     """Return the states of those random number generators that all ranks had alike."""
     return {name: each for name, each in states.items() if len(each) == 1}
-
-
-def _is_value(key: str) -> bool:
-    return key.startswith("values/")
 
 
 def _write(

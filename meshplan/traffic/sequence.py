@@ -61,9 +61,7 @@ class SequenceCuts:
             op = None if place is None else self.flow.ops[place]
             self._known[value] = None
             if op is not None and op.is_pointwise:
-                found = [self._is_cut(v) for v in op.inputs if self._is_activation(v)]
+                values = self.flow.values
+                found = [self._is_cut(v) for v in op.inputs if values[v].origin in ("op", "input")]
                 self._known[value] = True if found and all(found) else None
         return self._known[value]
-
-    def _is_activation(self, value: int) -> bool:
-        return self.flow.values[value].origin in ("op", "input")

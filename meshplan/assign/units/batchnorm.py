@@ -26,7 +26,7 @@ class BatchNorm:
 def assign_batchnorm(spec: Spec, graph: ModelGraph, mesh: Mesh, stages: Stages | None) -> BatchNorm:
     """Return which BatchNorms to synchronize, with warnings about differences from one process."""
     out = BatchNorm()
-    found = [info for info in graph.modules.values() if _is_batchnorm(info)]
+    found = [m for m in graph.modules.values() if m.kind in ("batchnorm", "own_batchnorm")]
     splits_samples = mesh.size(*GRADIENT_AXES) > 1
     if spec.sync_batchnorm:
         _synchronize(spec, graph, found, out)
@@ -67,10 +67,6 @@ def _listed(found: list[ModuleInfo]) -> str:
     """Return the fqn of the first module and the number of the others, for a message."""
     others = len(found) - 1
     return f"{found[0].fqn} and {others} more" if others else found[0].fqn
-
-
-def _is_batchnorm(info: ModuleInfo) -> bool:
-    return info.kind in ("batchnorm", "own_batchnorm")
 
 
 def _tracks_alone(info: ModuleInfo, graph: ModelGraph) -> bool:

@@ -145,10 +145,6 @@ def _all_gather(w: TapeBuilder, x: int, tp: int) -> int:
     )
 
 
-def _all_reduce(w: TapeBuilder, x: int, tp: int) -> int:
-    return w.all_reduce(x, tp)
-
-
 _ENTERS: Final = frozenset(
     {("R", "R"), (GATHERED, "R"), (_PARTS, "R"), ("S(-1)", "S(-1)"), ("S(-2)", "S(-2)")}
 )
@@ -157,7 +153,7 @@ _LEAVES: Final[Mapping[tuple[str, str], Callable[[TapeBuilder, int, int], int]]]
         ("S(-1)", "S(-1)"): _as_it_is,
         ("S(-2)", "S(-2)"): _as_it_is,
         ("S(-1)", "R"): _all_gather,
-        ("P", "R"): _all_reduce,
+        ("P", "R"): TapeBuilder.all_reduce,
         ("P", _PARTS): scatter,
     }
 )

@@ -82,7 +82,8 @@ class Buckets:
         term = Term.GRADIENTS if self._options.is_view else Term.COMMUNICATION
         self._buckets = [self._writer.make(size, term) for size in self._sizes.values()]
         if self._options.finds_unused or self._options.is_static:
-            self._used = self._note_use()
+            flags = 4 * self._count
+            self._used = [self._writer.make(flags, Term.COMMUNICATION) for _ in range(2)]
 
     def before_forward(self, *, is_first: bool, is_last: bool) -> None:
         """Allocate what DDP does before a forward: rebuilt buckets, flat copies of buffers.
@@ -127,6 +128,3 @@ class Buckets:
         self._writer.free_all(self.gradients.values())
         self.gradients.clear()
         self.found.clear()
-
-    def _note_use(self) -> list[int]:
-        return [self._writer.make(4 * self._count, Term.COMMUNICATION) for _ in range(2)]

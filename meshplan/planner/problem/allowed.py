@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
@@ -96,11 +97,7 @@ def _unpriced_by_rules(plan: Plan, decide: Callable[[Spec], Plan]) -> str:
     spec = plan.spec
     if not spec.rules or plan.mesh.size("tp", "cp", "ep", "pp") > 1:
         return ""  # Without its rules, a plan may have nothing to do for those axes.
-    without = {each.what for each in _no_figures(decide(replace(spec, rules=())))}
-    whys = (each.what for each in _no_figures(plan))
+    bare = decide(replace(spec, rules=()))
+    without = {each.what for each in chain(unpriced(bare), unsearched(bare))}
+    whys = (each.what for each in chain(unpriced(plan), unsearched(plan)))
     return next((why for why in whys if why not in without), "")
-
-
-def _no_figures(plan: Plan) -> Iterator[Problem]:
-    yield from unpriced(plan)
-    yield from unsearched(plan)

@@ -208,7 +208,8 @@ class _Search:
             # A configuration that is to be solved again at once is queued with 0 seconds. Its time
             # bound is the lower bound that counts.
             waiting = (max(s, float(self._times[row])) for s, row in self._waiting)
-            guessed = (s for s, row in self._guessed if self._rests_on_guess(row))
+            states = self._states
+            guessed = (s for s, row in self._guessed if states[row].sure_capacity is not None)
             least = min([self._following, *waiting, *guessed])
             found.lower_s = min(least, found.best.seconds) if found.best else least
             return True
@@ -227,10 +228,6 @@ class _Search:
                 heapq.heappush(self._waiting, (seconds, row))
                 is_any = True
         return is_any
-
-    def _rests_on_guess(self, row: int) -> bool:
-        """Return True if a guess lowered the capacity of a configuration."""
-        return self._states[row].sure_capacity is not None
 
     def _is_late(self) -> bool:
         late = self._deadline is not None and time.monotonic() > self._deadline

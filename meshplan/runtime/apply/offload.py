@@ -44,9 +44,10 @@ def kept_on_host(module: nn.Module) -> Callable[..., Any]:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _HostCopy:
             is_here = tensor.device == device()  # Random seeds are on the host.
-            if _storage(tensor) in stay or _is_small(tensor) or not is_here:
-                return tensor
-            return _HostCopy(tensor)
+            is_small = local_of(tensor).nbytes < LEAST_BYTES
+            return (
+                tensor if _storage(tensor) in stay or is_small or not is_here else _HostCopy(tensor)
+            )
 
         with saved_tensors_hooks(pack, _unpack):
             return forward(*args, **kwargs)
@@ -79,10 +80,6 @@ class _HostCopy:
 
 def _unpack(packed: torch.Tensor | _HostCopy) -> torch.Tensor:
     return packed.back() if isinstance(packed, _HostCopy) else packed
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    return local_of(tensor).nbytes < LEAST_BYTES
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -151,7 +151,7 @@ def prove(
         ApplyError: On every rank, if the two runs differ on any rank.
     """
     parts = mode.parts
-    first = next(t for t in _all_tensors((args, kwargs)) if t.ndim > 1 and t.shape[1] == length)
+    first = next(t for _, t in _named((args, kwargs)) if t.ndim > 1 and t.shape[1] == length)
     samples, where = first.shape[0], first.device
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
@@ -320,10 +320,6 @@ def _sampled(length: int, num_chunks: int, device: torch.device) -> torch.Tensor
              for e in (i, size - 1 - i)]  # fmt: skip
     spread = range(0, length, max(1, length // _MOST))
     return torch.tensor(sorted({*edges, *spread}), device=device)
-
-
-def _all_tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (tensor for _, tensor in _named(value))
 
 
 def _named(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
