@@ -16,6 +16,7 @@ from meshplan.assign.auto.regions import NO_PAIR, FlowUses, Region
 from meshplan.assign.auto.sequence import find_stream
 from meshplan.assign.auto.stream import PARTS, Stream, crossings
 from meshplan.assign.base.cascade import Cascade
+from meshplan.assign.base.missing_axis import without_tp
 from meshplan.assign.base.types import LocalUse, Preset, Reason, SequenceBoundary, Stages
 from meshplan.errors import Origin, Problem
 from meshplan.layout.layout import Piece
@@ -67,11 +68,7 @@ def derive(
     """Return the styles of all modules that the plan leaves to `auto`."""
     origin = _asked(spec)
     if origin is not None and "tp" not in mesh.names and spec.tp_plan == AUTO:
-        what, fix = (
-            "'tp_plan' has no effect without a tp axis",
-            "add tp to the mesh, or remove tp_plan",
-        )
-        return Derived(problems=(Problem(what, origin, fix),))
+        return Derived(problems=(without_tp(origin),))
     if origin is None or mesh.size("tp") == 1:
         return Derived()
     if spec.sequence_parallel and (other := _stated_otherwise(spec)):

@@ -88,10 +88,11 @@ def _take_region(
         out.unknown = f"how {around} shares one key-value head among all query heads"
     if smallest % size:
         why = f"its {smallest} heads or features do not divide by tp {size}"
-        out.whole |= dict.fromkeys((m for m in (*opening, *closing) if may_cut(m)), why)
-        return
-    if not all(may_cut(fqn) for fqn in words):
+    elif not all(may_cut(fqn) for fqn in words):
         why = "a rule places a module that would be sharded with it"
+    else:
+        why = ""
+    if why:
         out.whole |= dict.fromkeys((m for m in (*opening, *closing) if may_cut(m)), why)
         return
     for fqn, word in words.items():

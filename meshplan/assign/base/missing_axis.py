@@ -23,6 +23,12 @@ def no_axis(axis: str, mesh: Mesh, origin: Origin | None) -> Problem:
     return Problem(f"the mesh has no axis {axis} (it has {mesh})", origin, fix)
 
 
+def without_tp(origin: Origin | None) -> Problem:
+    """Return the problem of a `tp_plan` with a mesh that has no tp."""
+    fix = "add tp to the mesh, or remove tp_plan"
+    return Problem("'tp_plan' has no effect without a tp axis", origin, fix)
+
+
 def rules_without_axis(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
     """Yield a problem for each placement of a rule on an axis that the mesh lacks.
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from meshplan.assign.base.cascade import Cascade
+from meshplan.assign.base.missing_axis import without_tp
 from meshplan.assign.base.types import Preset, Reason
 from meshplan.errors import Problem
 from meshplan.layout.mesh import Mesh
@@ -53,11 +54,7 @@ def presets_of(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> P
         return out
     origin = spec.origin("tp_plan")
     if "tp" not in mesh.names:
-        what, fix = (
-            "'tp_plan' has no effect without a tp axis",
-            "add tp to the mesh, or remove tp_plan",
-        )
-        out.problems.append(Problem(what, origin, fix))
+        out.problems.append(without_tp(origin))
         return out
     reason = Reason("tp_plan: hf", origin)
     problem = None if graph.tp_preset else Problem(

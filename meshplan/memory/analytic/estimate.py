@@ -220,12 +220,15 @@ def _of_experts(plan: Plan, *, worst_routing: bool) -> Iterator[tuple[str, str]]
         works = analytic_microbatches(plan, plan.micro, plan.spec.batch.seq_len, spread=spread)
         peak = _log_of(works, plan, 0, summarised=False).peak.live_bytes
         worst = f"; if one rank received all of them, its tensors would be {format_gib(peak)}"
+    yield "routing", shares_of_experts(plan) + worst
+
+
+def shares_of_experts(plan: Plan) -> str:
+    """Return the assumption about the tokens that the ranks of ep receive, as a phrase."""
     stated = plan.spec.experts.capacity
-    if stated is None:
-        yield "routing", f"each of the {ep} ranks of ep receives an even share of the tokens{worst}"
-    else:
-        much = f"a rank of ep receives at most {stated:g} times an even share, as the plan states"
-        yield "routing", much + worst
+    if stated is not None:
+        return f"a rank of ep receives at most {stated:g} times an even share, as the plan states"
+    return f"each of the {plan.mesh.size('ep')} ranks of ep receives an even share of the tokens"
 
 
 def in_chunks(plan: Plan) -> str:

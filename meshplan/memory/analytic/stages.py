@@ -6,12 +6,14 @@ A plan for which there are no rules raises a `PlanError` that names the feature.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.layout.schedules import SCHEDULES, actions, num_to_simulate, released
+from meshplan.memory.decoder.attention_kernel import no_rules
 from meshplan.memory.repeat.equal_stages import outline_of
 from meshplan.memory.replay import Prepared
 from meshplan.memory.stages.microbatch import StageWork, play_stage
@@ -175,8 +177,5 @@ def _unknown(plan: Plan, tape: Tape) -> Iterator[Problem]:
         ),
     ):
         if is_present:
-            otherwise = (
-                "write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch"
-            )
-            yield Problem(f"the estimate from a config has no rules for {what}",
-                          stages.reason.origin, fix or otherwise)  # fmt: skip
+            found = no_rules(what)
+            yield replace(found, origin=stages.reason.origin, fix=fix or found.fix)

@@ -10,7 +10,7 @@ from typing import Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.decoder.cp_all_gather import unmasked
-from meshplan.memory.decoder.sizes import shape_of
+from meshplan.memory.decoder.sizes import BY_TRACE, shape_of
 from meshplan.plan.plan import Plan
 
 _HALVES: Final = frozenset({"bfloat16", "float16"})
@@ -38,10 +38,7 @@ def check_fused(plan: Plan, seq_len: int, *, is_cuda: bool = True, device: str =
 
 def no_rules(what: str) -> Problem:
     """Return the problem of something in a plan that only a trace of the model knows."""
-    return Problem(
-        f"the estimate from a config has no rules for {what}",
-        fix="write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch",
-    )
+    return Problem(f"the estimate from a config has no rules for {what}", fix=BY_TRACE)
 
 
 def is_fused(plan: Plan) -> bool:

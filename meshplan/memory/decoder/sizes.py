@@ -11,7 +11,7 @@ from meshplan.errors import PlanError, Problem
 from meshplan.layout.styles import Style, style_for
 from meshplan.model.graph import ModelGraph, pattern_of
 
-_ITSELF: Final = "write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch"
+BY_TRACE: Final = "write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch"
 
 _KNOWN: Final = frozenset(
     {
@@ -41,15 +41,15 @@ _UNKNOWN: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         "experts_implementation": (
             "activation memory of the config's experts_implementation depends on the routing",
-            f"remove it from the config (transformers then uses grouped_mm), or {_ITSELF}",
+            f"remove it from the config (transformers then uses grouped_mm), or {BY_TRACE}",
         ),
         "output_router_logits": (
             "there is no rule for what the loss over output_router_logits saves for backward",
-            f"remove it from the config, or {_ITSELF}",
+            f"remove it from the config, or {BY_TRACE}",
         ),
         "router_jitter_noise": (
             "there is no rule for what router_jitter_noise saves for backward",
-            f"remove it from the config, or {_ITSELF}",
+            f"remove it from the config, or {BY_TRACE}",
         ),
     }
 )
@@ -191,7 +191,7 @@ def shape_of(graph: ModelGraph) -> Shape:
     if root not in _KNOWN:
         what = f"there are no rules for the operators of {root or graph.name}"
         known = ", ".join(sorted(_KNOWN))
-        raise PlanError(Problem(what, fix=f"{_ITSELF}; a config is enough for {known}"))
+        raise PlanError(Problem(what, fix=f"{BY_TRACE}; a config is enough for {known}"))
     is_gpt2 = root == "GPT2LMHeadModel"
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
     first = "transformer.h.0" if is_gpt2 else "model.layers.0"
@@ -204,7 +204,7 @@ def shape_of(graph: ModelGraph) -> Shape:
     if act not in _ACTIVATIONS:
         known = ", ".join(sorted(_ACTIVATIONS))
         what = f"there is no rule for what the activation {act} saves for backward"
-        raise PlanError(Problem(what, fix=f"{_ITSELF}; a config is enough for {known}"))
+        raise PlanError(Problem(what, fix=f"{BY_TRACE}; a config is enough for {known}"))
 
     def has(name: str) -> bool:
         return f"{first}.{name}" in tensors

@@ -176,8 +176,6 @@ class _BlockRepeater:
         self._storages = list(trace.log.storages)
         self._events: list[Event] = []
         self._hook_points: list[HookPoint] = []
-        self._shifts: list[tuple[int, int]] = []
-        """(index of the event at which a segment begins, number of events inserted before it)."""
         self._copies: dict[tuple[int, int], int] = {}
         """Number of the first storage that the copy of a segment makes, by (segment, copy)."""
         self._starts_of_copies: dict[tuple[int, int], int] = {}

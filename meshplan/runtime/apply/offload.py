@@ -45,9 +45,9 @@ def kept_on_host(module: nn.Module) -> Callable[..., Any]:
         def pack(tensor: torch.Tensor) -> torch.Tensor | _HostCopy:
             is_here = tensor.device == device()  # Random seeds are on the host.
             is_small = local_of(tensor).nbytes < LEAST_BYTES
-            return (
-                tensor if _storage(tensor) in stay or is_small or not is_here else _HostCopy(tensor)
-            )
+            if _storage(tensor) in stay or is_small or not is_here:
+                return tensor
+            return _HostCopy(tensor)
 
         with saved_tensors_hooks(pack, _unpack):
             return forward(*args, **kwargs)

@@ -17,7 +17,7 @@ from torch import nn
 
 from meshplan.errors import ApplyError, PlanError, Problem
 from meshplan.layout.optimizers import called as called_by
-from meshplan.memory.analytic.estimate import in_chunks
+from meshplan.memory.analytic.estimate import in_chunks, shares_of_experts
 from meshplan.memory.replay.optimizer import OPTIMIZERS as RULES
 from meshplan.memory.replay.optimizer import check_adafactor
 from meshplan.plan.plan import Plan, unstated
@@ -126,14 +126,8 @@ def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> D
 
     assumed = [("inputs of a rank's step", ", ".join(parts)), ("loss", words + in_chunks(plan))]
     assumed.append(("optimizer", called))
-    if (ep := plan.mesh.size("ep")) > 1:
-        stated = spec.experts.capacity
-        much = (
-            f"a rank of ep receives at most {stated:g} times an even share, as the plan states"
-            if stated is not None
-            else f"each of the {ep} ranks of ep receives an even share of the tokens"
-        )
-        assumed.append(("routing", much))
+    if plan.mesh.size("ep") > 1:
+        assumed.append(("routing", shares_of_experts(plan)))
     return DefaultLoop(
         inputs=inputs,
         targets=targets,
