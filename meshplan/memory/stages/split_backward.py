@@ -65,14 +65,12 @@ class _SplitBackwardPlayer(StagePlayer):
             self._end_unit(number)
         self._add_hook_point(HookKind.END_OF_BACKWARD, "")
         self._is_loss = False
-        for storage in self._seeds:
-            self._drop(storage)
+        self._drop_all(self._seeds)
         self._free_saved(-1)
         sent = {*self._part.sent}
         for value in self._tape.outlive - sent:
             self._drop(self._env.pop(value))
-        for storage in self.given:
-            self._drop(storage)
+        self._drop_all(self.given)
         # The `AccumulateGrad` node of a received value references the value and its gradient.
         for value, storage, gradient in zip(
             self._part.received, self.received, self.returned, strict=True
@@ -94,19 +92,11 @@ class _SplitBackwardPlayer(StagePlayer):
             for storage in given:
                 self._reference(storage)
         is_own = bool(given) and not row.parameters and self._halves.flowing[number]
-        took = (
-            self._allocate(row.workspace_backward_bytes, row)
-            if is_own and row.workspace_backward_bytes
-            else None
-        )
         flowing = [grad for grad in row.grads if given and grad.value in self._halves.flows]
-        made = self._passed_on(number, flowing, given)
-        if took is not None:
-            self._drop(took)
-        for storage in given:
-            self._drop(storage)
-        for value, storage in made:
-            self._accumulate(value, storage, row)
+        workspace_bytes = row.workspace_backward_bytes if is_own else 0
+        _, made = self._made(number, (), flowing, given, workspace_bytes)
+        self._drop_all(given)
+        self._add_up(number, (), made)
         self._note_given(number)
 
     def _second_half(self) -> None:
@@ -141,22 +131,11 @@ class _SplitBackwardPlayer(StagePlayer):
                 given = [self._grads.pop(value) for value in row.makes if value in self._grads]
             assert given, f"no gradient came to {row.op} of {row.module}"
             is_own = bool(row.parameters) or not self._halves.flowing[number]
-            took = (
-                self._allocate(row.workspace_backward_bytes, row)
-                if is_own and row.workspace_backward_bytes
-                else None
-            )
-            own = [(fqn, size, self._gradient(fqn, size, number)) for fqn, size in row.parameters]
             others = [grad for grad in row.grads if grad.value not in self._halves.flows]
-            made = self._passed_on(number, others, given)
-            if took is not None:
-                self._drop(took)
-            for storage in (*given, *self._kept.pop(number, ())):
-                self._drop(storage)
-            for fqn, size, storage in own:
-                self._add_gradient(fqn, size, storage, number)
-            for value, storage in made:
-                self._accumulate(value, storage, row)
+            workspace_bytes = row.workspace_backward_bytes if is_own else 0
+            own, made = self._made(number, row.parameters, others, given, workspace_bytes)
+            self._drop_all((*given, *self._kept.pop(number, ())))
+            self._add_up(number, own, made)
 
     def _take(self, group: WeightGroup) -> None:
         """Record that the gradients of the group are assigned to their parameters now."""
@@ -165,17 +144,14 @@ class _SplitBackwardPlayer(StagePlayer):
 
     def _end_group(self, group: WeightGroup, place: int) -> None:
         for number in group.joins:
-            for storage in self._noted.pop(number):
-                self._drop(storage)
+            self._drop_all(self._noted.pop(number))
         self._free_saved(place)
         self._end_received(place)
 
     def _end_received(self, place: int) -> None:
-        for storage in self._ending.pop(place, ()):
-            self._drop(storage)
+        self._drop_all(self._ending.pop(place, ()))
 
     def _free_saved(self, place: int) -> None:
         """Free the saved values of the ops that this group was the last to keep alive."""
         for number in self._held_until.pop(place, ()):
-            for storage in self._kept.pop(number, ()):
-                self._drop(storage)
+            self._drop_all(self._kept.pop(number, ()))

@@ -134,6 +134,10 @@ class Player:
             self._ended_in[storage] = self._phase
             self._events.append((-size, storage, self._phase))
 
+    def _drop_all(self, storages: Iterable[int]) -> None:
+        for storage in storages:
+            self._drop(storage)
+
     def _all_storages(self, num_before: int) -> tuple[Storage, ...]:
         """Return all storages with their terms, which follow from their lifetimes."""
         sizes, ended, never = self._sizes, self._ended_in.get, len(_PHASES)
@@ -238,8 +242,7 @@ class Player:
         for value in self._tape.outlive:
             self._drop(self._env.pop(value))
         self._add_hook_point(HookKind.END_OF_BACKWARD, "")
-        for storage in self._seeds:
-            self._drop(storage)
+        self._drop_all(self._seeds)
 
     def _backward(self, span: RecomputeSpan) -> None:
         end = span.end
@@ -256,8 +259,7 @@ class Player:
         """Free the saved inputs of a recomputed span, and the cached values that it did not use."""
         left = [v for row in self._tape.rows[span.start : span.end] for v in row.makes]
         spared = [self._cached.pop(value) for value in left if value in self._cached]
-        for storage in (*self._inputs.pop(span.start).values(), *spared):
-            self._drop(storage)
+        self._drop_all((*self._inputs.pop(span.start).values(), *spared))
         self._host.end(~span.start, self._now)
 
     def _backward_of_span(self, start: int, end: int, ending: RecomputeSpan | None = None) -> None:
@@ -309,8 +311,7 @@ class Player:
                     self._drop(env.pop(value))
             if number in self._ends and number < last:
                 self._add_hook_point(HookKind.AFTER_FORWARD, self._ends[number])
-        for storage in (*env.values(), *back):
-            self._drop(storage)
+        self._drop_all((*env.values(), *back))
 
     def _backward_of_op(self, number: int) -> None:
         """Run the backward of one op: allocate its inputs' gradients, then free what it used."""
@@ -320,29 +321,55 @@ class Player:
         back: Sequence[int] = ()
         if given:
             back = [self._allocate(size, row) for size in self._host.of(number)]
-            took = (
-                self._allocate(row.workspace_backward_bytes, row)
-                if row.workspace_backward_bytes
-                else None
-            )
-            own = [(fqn, size, self._gradient(fqn, size, number)) for fqn, size in row.parameters]
-            made = self._passed_on(number, row.grads, given)
-            if took is not None:
-                self._drop(took)
+            workspace_bytes = row.workspace_backward_bytes
+            own, made = self._made(number, row.parameters, row.grads, given, workspace_bytes)
         # autograd frees the gradient of the output and the saved values only after the gradients of
         # the inputs exist.
-        for storage in (*back, *given, *self._kept.pop(number, ())):
-            self._drop(storage)
+        self._drop_all((*back, *given, *self._kept.pop(number, ())))
         if self._host.changes:
             self._host.end(number, self._now)
-        for fqn, nbytes, storage in own:
-            self._add_gradient(fqn, nbytes, storage, number)
-        for value, storage in made:
-            self._accumulate(value, storage, row)
+        self._add_up(number, own, made)
         for fqn, _ in row.parameters if given else ():
             if fqn in self._other_layout:
                 self._relayout(fqn, number)
             self._ready[fqn] = len(self._events)
+
+    def _made(
+        self,
+        number: int,
+        parameters: Iterable[tuple[str, int]],
+        grads: Iterable[Grad],
+        given: Sequence[int],
+        workspace_bytes: int,
+    ) -> tuple[list[tuple[str, int, int]], list[tuple[int, int]]]:
+        """Return the gradients that an op's backward makes, of parameters and as `_passed_on`.
+
+        Args:
+            number: The op.
+            parameters: (fqn, bytes of the gradient) of each parameter with a gradient.
+            grads: The gradients of inputs.
+            given: Storages of the gradients of the op's outputs.
+            workspace_bytes: Bytes of the workspace meanwhile.
+        """
+        row = self._tape.rows[number]
+        took = self._allocate(workspace_bytes, row) if workspace_bytes else None
+        own = [(fqn, size, self._gradient(fqn, size, number)) for fqn, size in parameters]
+        made = self._passed_on(number, grads, given)
+        if took is not None:
+            self._drop(took)
+        return own, made
+
+    def _add_up(
+        self,
+        number: int,
+        own: Iterable[tuple[str, int, int]],
+        made: Iterable[tuple[int, int]],
+    ) -> None:
+        """Add what `_made` returned to the gradients from other ops."""
+        for fqn, nbytes, storage in own:
+            self._add_gradient(fqn, nbytes, storage, number)
+        for value, storage in made:
+            self._accumulate(value, storage, self._tape.rows[number])
 
     def _passed_on(
         self, number: int, grads: Iterable[Grad], given: Sequence[int]
