@@ -229,14 +229,14 @@ class Asker:
 
     def _as_stated(self, setting: str) -> WhyNot:
         """Price the stated plan with a setting added, or search if that leaves something open."""
-        read, base = self._request.read, self.decision.chosen
+        base = self.decision.chosen
         assert base is not None
         beside = WhyNot(
             setting=setting, base_s=base.seconds, plan=base, is_left=True,
             objective=self._request.objective,
         )  # fmt: skip
         try:
-            found = answer(replace(self._request, read=lambda more: read([setting, *more])))
+            found = answer(self._request.stating([setting]))
         except UnsearchedError as error:
             return replace(beside, missing_bytes=error.missing_bytes)
         except MeshplanError as error:
@@ -256,12 +256,9 @@ class Asker:
 
     def _stated(self, setting: str) -> WhyNot:
         """Search the best plan with a setting added to the plan file."""
-        read = self._request.read
         assert self._num_rows  # Raise errors of the plan before those of the setting.
         try:
-            problem = PlanningProblem(
-                replace(self._request, read=lambda more: read([setting, *more]))
-            )
+            problem = PlanningProblem(self._request.stating([setting]))
             self._report(f"searching {len(problem.grid):,} configurations with {setting}")
         except PlanError as error:
             cause = error.problems[0]

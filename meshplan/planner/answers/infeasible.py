@@ -286,7 +286,7 @@ class _Asking:
             kept = {axis: in_words(size) for axis, size in mesh.items() if axis not in data}
             setting["mesh"] = {**dict.fromkeys(data, "auto"), **kept}
         self._report(f"looking for a plan on {nodes * each:,} GPUs")
-        request = _with(self._request, overrides(setting))
+        request = self._request.stating(overrides(setting))
         try:
             cluster = cluster_of(request.read(()), request.device, request.profile)
         except PlanError:
@@ -363,8 +363,3 @@ class _Asking:
                 assert isinstance(found.result, Evaluated)
                 return found.result, False
         return None, True
-
-
-def _with(request: PlanRequest, statements: Sequence[str]) -> PlanRequest:
-    read = request.read
-    return replace(request, read=lambda more: read([*statements, *more]))

@@ -92,8 +92,7 @@ def with_nodes(request: PlanRequest, nodes: int) -> PlanRequest:
     Raises:
         PlanError: The plan states no hardware, or no device and no profile give its speeds.
     """
-    read = request.read
-    fixed = replace(request, read=lambda more: read([f"hardware.nodes={nodes}", *more]))
+    fixed = request.stating([f"hardware.nodes={nodes}"])
     return replace(fixed, cluster=cluster_of(fixed.read(()), request.device, request.profile))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,6 +71,10 @@ class PlanRequest:
     profile: Profile | None = None
     profile_path: Path | None = None
     chains: dict[tuple[int, str, int], Chain] = field(default_factory=dict, compare=False)
+
+    def stating(self, statements: Sequence[str]) -> PlanRequest:
+        """Return the request with "path=value" statements on top of the plan file."""
+        return replace(self, read=lambda more: self.read([*statements, *more]))
 
     @property
     def limit_s(self) -> float:
