@@ -16,7 +16,7 @@ from meshplan.assign import Placed, Unit
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.layout.mesh import GRADIENT_AXES
 from meshplan.plan.plan import Plan
-from meshplan.traffic.types import Route, Traffic, along, one, trainable
+from meshplan.traffic.types import Route, Traffic, one, trainable
 from meshplan.traffic.units import UnitUse
 
 
@@ -45,7 +45,7 @@ def ddp(plan: Plan) -> Iterator[Traffic]:
     """Yield DDP's traffic in a step: all-reduces of gradients, broadcasts of buffers by dtype."""
     mesh, options = plan.mesh, plan.spec.ddp
     total = sum(p.info.numel * DTYPE_BYTES[p.dtype] for p in trainable(plan))
-    route = Route("all_reduce", along(mesh, GRADIENT_AXES), total)
+    route = Route("all_reduce", mesh.spread(GRADIENT_AXES), total)
     yield Traffic(route=route, count=1, what="gradients, in buckets", is_split=True)
     if options.get("find_unused_parameters"):
         flags = 4 * len(trainable(plan))

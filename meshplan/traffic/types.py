@@ -162,16 +162,11 @@ def _joined(
     return found
 
 
-def along(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
-    """Return these axes in the order of the mesh, without axes of size 1."""
-    return mesh.spread(axes)
-
-
 def one(
     mesh: Mesh, kind: str, axes: Sequence[str], num_bytes: int, what: str, count: int = 1
 ) -> Traffic:
     """Return the `Traffic` of one collective along these axes; `what` names its cause."""
-    return Traffic(route=Route(kind, along(mesh, axes), num_bytes), count=count, what=what)
+    return Traffic(route=Route(kind, mesh.spread(axes), num_bytes), count=count, what=what)
 
 
 def trainable(plan: Plan) -> list[Placed]:
