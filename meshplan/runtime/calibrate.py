@@ -25,7 +25,7 @@ from meshplan.cost.calibration import Sample, Timings
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.kernels import ATTENTION_BACKWARD, attention_flops
 from meshplan.layout.hardware import Device, find_device
-from meshplan.runtime.base.mesh import gather_into, ranks_per_node, scatter_sum
+from meshplan.runtime.base.mesh import gather_into, gathered, ranks_per_node, scatter_sum
 
 ROUNDS: Final = 30
 """Most rounds that are timed at a time. Each round runs every operation."""
@@ -371,8 +371,7 @@ def _groups(device: torch.device) -> tuple[dist.ProcessGroup | None, dist.Proces
     if world == 1:
         return None, None
     per_node = ranks_per_node() or world
-    names: list[str | None] = [None] * world
-    dist.all_gather_object(names, socket.gethostname())
+    names = gathered(socket.gethostname())
     if per_node == world and len(set(names)) > 1:
         what = f"ranks run on {len(set(names))} hosts, and nothing says how many are on each"
         fix = "start them with torchrun, or set LOCAL_WORLD_SIZE on each"

@@ -26,7 +26,7 @@ from meshplan.runtime.apply.allocator import allocator_problems, set_allocator
 from meshplan.runtime.apply.experts.expert_protocol import expert_problems
 from meshplan.runtime.apply.loss.chunked_loss import chunked_loss_problems
 from meshplan.runtime.apply.parameters.materialize import agree_on_values
-from meshplan.runtime.apply.wrap import apply_plan, exchange, function_of, raise_remote
+from meshplan.runtime.apply.wrap import apply_plan, exchange, function_of
 from meshplan.runtime.base.batch_agreement import open_groups
 from meshplan.runtime.base.launch import torchrun_line
 from meshplan.runtime.base.mesh import device_mesh, ensure_process_group, ranks_per_node
@@ -310,7 +310,7 @@ def _agree(decide: Callable[[], Plan]) -> Plan:
 
     An error on one rank is raised on every rank, so that no rank waits in a collective.
     """
-    error: MeshplanError | None = None
+    error: Exception | None = None
     decided: Plan | None = None
     outcome: tuple[str, str]
     try:
@@ -319,13 +319,9 @@ def _agree(decide: Callable[[], Plan]) -> Plan:
     except MeshplanError as caught:
         error, outcome = caught, ("error", caught.render())
     except Exception as caught:  # Report it to the other ranks, then raise it unchanged.
-        exchange(("error", f"{type(caught).__name__}: {caught}"))
-        raise
-    outcomes = exchange(outcome)
-    if error is not None:
-        raise error
+        error, outcome = caught, ("error", f"{type(caught).__name__}: {caught}")
+    outcomes = exchange(outcome, error)
     assert decided is not None
-    raise_remote(outcomes)
     digests = [text for _, text in outcomes]
     other = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
     if other is not None:

@@ -19,7 +19,7 @@ from meshplan.runtime.apply.data.data import reshard_units
 from meshplan.runtime.apply.parameters.randomness import random_states, restore_random
 from meshplan.runtime.base.batch_agreement import check_batches_agree
 from meshplan.runtime.base.mesh import device, submesh
-from meshplan.runtime.checks.detours import allowing_calls_of, watch_calls
+from meshplan.runtime.checks.detours import allowing_calls_of, count_calls
 from meshplan.runtime.watch.guard import guarded
 
 _CALL: Final = "meshplan_call"
@@ -79,7 +79,7 @@ def _gathering_for_encoder(model: nn.Module, plan: Plan) -> Iterator[None]:
             vars(unit)[_CALL] = lambda call, *args, **kwargs: call(*args, **kwargs)
             register_fsdp_forward_method(unit, _CALL)
     forward = encoder.forward
-    is_called, hooks = watch_calls(model)
+    is_called, hooks = count_calls(model)
 
     @functools.wraps(forward)
     def gathered(*args: Any, **kwargs: Any) -> Any:

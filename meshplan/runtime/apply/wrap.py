@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,7 @@ from meshplan.runtime.apply.tensor_parallel.tensor_parallel import (
 from meshplan.runtime.base.compile import apply_compile, compiles
 from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.forward_calls import routable_units, route_direct_calls
-from meshplan.runtime.base.mesh import device
+from meshplan.runtime.base.mesh import device, gathered
 from meshplan.runtime.base.optimizer_steps import take_mixed_one_by_one
 from meshplan.runtime.base.parallel_models import find_model
 from meshplan.runtime.checks.detours import refuse_calls_of_parts
@@ -218,19 +217,16 @@ def _apply_code(model: nn.Module, plan: Plan) -> None:
     if is_fake_execution():  # An estimate runs only code that the caller has allowed.
         for _, code, reason in plan.assignment.apply:
             check_code(code, reason.origin)
-    failure: Exception | None = None
-    problem = Problem("")
+    failure: ApplyError | None = None
     for fqn, code, reason in plan.assignment.apply:
         try:
             function_of(code)(model.get_submodule(fqn))
         except Exception as error:  # User code may raise anything.
             what = f"'{code}' failed on '{fqn}': {type(error).__name__}: {error}"
-            failure, problem = error, Problem(what, reason.origin, "correct the function")
+            failure = ApplyError(Problem(what, reason.origin, "correct the function"))
+            failure.__cause__ = error
             break
-    outcomes = exchange(("error" if failure else "", str(problem)))
-    if failure is not None:
-        raise ApplyError(problem) from failure
-    raise_remote(outcomes)
+    exchange(("error", str(failure.problems[0])) if failure is not None else ("", ""), failure)
 
 
 def function_of(code: str) -> Callable[[nn.Module], object]:
@@ -248,31 +244,24 @@ def function_of(code: str) -> Callable[[nn.Module], object]:
     return found
 
 
-def exchange(outcome: tuple[str, str]) -> list[tuple[str, str]]:
+def exchange(outcome: tuple[str, str], error: Exception | None) -> list[tuple[str, str]]:
     """Return the outcomes of all ranks, each as (kind, text), in rank order.
 
     In a fake step, return a copy of this rank's outcome for every rank.
 
     Args:
         outcome: This rank's (kind, text); kind "error" means that the rank failed.
-    """
-    outcomes: list[Any] = [outcome] * dist.get_world_size()
-    if not is_fake_execution():
-        dist.all_gather_object(outcomes, outcome)
-    return outcomes
-
-
-def raise_remote(outcomes: list[tuple[str, str]]) -> None:
-    """Raise an ApplyError on this rank if any rank reported an error.
-
-    Args:
-        outcomes: (kind, text) of each rank, as `exchange` returns them; kind "error" means that
-            the rank failed.
+        error: Why this rank failed, which is raised here; None if it did not.
 
     Raises:
-        ApplyError: A rank failed; the message names the lowest such rank.
+        ApplyError: Another rank failed; the message names the lowest such rank.
     """
+    is_fake = is_fake_execution()
+    outcomes = [outcome] * dist.get_world_size() if is_fake else gathered(outcome)
+    if error is not None:
+        raise error
     failed = [rank for rank, (kind, _) in enumerate(outcomes) if kind == "error"]
     if failed:
         text = outcomes[failed[0]][1].replace("\n", "\n    ")
         raise ApplyError(Problem(f"rank {failed[0]} cannot apply its plan: {text}"))
+    return outcomes

@@ -21,7 +21,7 @@ from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.plan.plan import Plan
 from meshplan.runtime.base.digest import digest, elements, marks
 from meshplan.runtime.base.fake_mode import is_fake_execution, numbers
-from meshplan.runtime.base.mesh import device, objects_along, reduce_along, submesh
+from meshplan.runtime.base.mesh import device, gathered, objects_along, reduce_along, submesh
 from meshplan.runtime.base.optimizer_steps import is_due
 from meshplan.runtime.base.pytree import tensors_in
 
@@ -201,8 +201,7 @@ def mean_over_ranks(
     # n ranks have the same x exactly if n * sum(x^2) == sum(x)^2. These are integers in float64,
     # so the comparison is exact.
     if ranks * squares != number**2:
-        every: list[Any] = [None] * ranks
-        dist.all_gather_object(every, (dist.get_rank(), f"{samples} samples"), group=group)
+        every = gathered((dist.get_rank(), f"{samples} samples"), group)
         raise ApplyError(_differ(every, "of the data axes"))
     return sums[0] / ranks, counts[0] if counts else None
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ JOIN_TIMEOUT = timedelta(minutes=5)
 """Timeout of a process group that meshplan makes: far longer than any step, and shorter than
 torch's defaults, 10 minutes for NCCL and 30 for gloo."""
 
+_T = TypeVar("_T")
 _JOINT = "+"
 """Separates axis names in the name of a DeviceMesh dim that flattens several axes."""
 
@@ -202,6 +203,13 @@ def reduce_along(
             dist.all_reduce(value, op=op, group=submesh(mesh, (axis,)).get_group())
 
 
+def gathered(own: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """Return `own` of each rank of a group, in their order; of all ranks if there is no group."""
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, own, group=group)
+    return every
+
+
 def objects_along(own: Any, mesh: DeviceMesh, axes: Iterable[str]) -> list[Any]:
     """Return `own` of this rank and of all ranks that differ from it only along `axes`.
 
@@ -209,10 +217,8 @@ def objects_along(own: Any, mesh: DeviceMesh, axes: Iterable[str]) -> list[Any]:
     """
     every = [own]
     for axis in axes:
-        group = submesh(mesh, (axis,)).get_group()
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, every, group=group)
-        every = [each for row in gathered for each in row]
+        rows = gathered(every, submesh(mesh, (axis,)).get_group())
+        every = [each for row in rows for each in row]
     return every
 
 

@@ -39,7 +39,7 @@ def allowing_calls_of(part: nn.Module) -> Iterator[None]:
         _ALLOWED.reset(token)
 
 
-def watch_calls(module: nn.Module) -> tuple[Callable[[], bool], list[RemovableHandle]]:
+def count_calls(module: nn.Module) -> tuple[Callable[[], bool], list[RemovableHandle]]:
     """Return what tells if a call of a module runs, and the handles of the hooks that count."""
     depth = 0
 
@@ -67,7 +67,7 @@ def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> N
     wrapper = plan.assignment.wrapper
     if wrapper == "none" or plan.mesh.size(*GRADIENT_AXES) == 1:
         return
-    is_running, _ = watch_calls(wrapped)
+    is_running, _ = count_calls(wrapped)
 
     def look(fqn: str, is_gathered: bool) -> Callable[..., None]:
         def refuse(module: nn.Module, *_: Any) -> None:

@@ -37,7 +37,7 @@ from meshplan.layout.mesh import GRADIENT_AXES
 from meshplan.plan.plan import Plan
 from meshplan.runtime.base.compile import compiles
 from meshplan.runtime.base.digest import checksum
-from meshplan.runtime.base.mesh import local_of, submesh
+from meshplan.runtime.base.mesh import gathered, local_of, submesh
 from meshplan.runtime.base.module_state import plain_attributes, tensor_attributes
 from meshplan.runtime.base.optimizer_steps import before_steps, is_due
 from meshplan.runtime.checks import write_problems
@@ -374,8 +374,7 @@ class ForwardWrites:
         if not is_due(self._steps) or self.plan.mesh.size(*GRADIENT_AXES) == 1:
             return
         notes = {n: self._note(n) for n in self._written if self._places[n].exists}
-        every: list[Any] = [None] * self.plan.mesh.size(*GRADIENT_AXES)
-        dist.all_gather_object(every, notes | self._kept_sums, group=self._group())
+        every = gathered({**notes, **self._kept_sums}, self._group())
         names = sorted({name for each in every for name in each})
         differ = [name for name in names if len({each.get(name) for each in every}) > 1]
         wrong = [n for n in differ if n in self._places and not self._places[n].is_buffer]

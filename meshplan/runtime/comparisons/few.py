@@ -20,7 +20,7 @@ from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.loss.lazy_logits import LazyLogits
 from meshplan.runtime.apply.loss.loss_weights import IGNORED, num_parts
-from meshplan.runtime.base.mesh import device
+from meshplan.runtime.base.mesh import device, gathered
 from meshplan.runtime.base.pytree import fill, shape_of, tensors_in
 from meshplan.runtime.comparisons.asking import LossFn
 from meshplan.runtime.comparisons.cutting import cut, is_parameter
@@ -91,18 +91,15 @@ class FewSamples:
         # Along cp, each rank checks its own part of the sequence of all samples.
         part = plan.mesh.index(rank, ("cp",))
         is_sender = plan.mesh.index(rank, DATA_AXES) < _RANKS and not plan.mesh.index(rank, others)
-        gathered: list[list[list[torch.Tensor]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(gathered, self._kept if is_sender else [])
         every = [
             tensors
-            for other, kept in enumerate(gathered)
+            for other, kept in enumerate(gathered(self._kept if is_sender else []))
             for tensors in kept
             if plan.mesh.index(other, ("cp",)) == part
         ]
         can_compare = bool(self._kept) and may_call
         own = self._of(every, loss_fn) if can_compare else (None, False)
-        answers: list[tuple[Problem | None, bool]] = [own] * dist.get_world_size()
-        dist.all_gather_object(answers, own)
+        answers = gathered(own)
         problems = (problem for problem, _ in answers if problem is not None)
         return next(problems, None), any(is_mean for _, is_mean in answers)
 

@@ -25,6 +25,7 @@ from meshplan.runtime.apply.wrap import own_module
 from meshplan.runtime.base.batch import chunked
 from meshplan.runtime.base.batch_agreement import num_samples
 from meshplan.runtime.base.fake_mode import is_fake_execution
+from meshplan.runtime.base.mesh import gathered
 from meshplan.runtime.base.optimizer_steps import is_due
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.checks.forward_writes import writes_in_forward
@@ -297,6 +298,4 @@ def _raise_first(own: Problem | None) -> None:
     Args:
         own: This rank's problem; None if it has none. At least one rank must have one.
     """
-    problems: list[Problem | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, own)
-    raise ApplyError(next(problem for problem in problems if problem is not None))
+    raise ApplyError(next(problem for problem in gathered(own) if problem is not None))

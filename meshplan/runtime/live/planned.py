@@ -20,7 +20,7 @@ from meshplan.planner.lock.lock import chosen_spec, has_lock, spec_hash
 from meshplan.planner.objectives.complete import complete_statements
 from meshplan.planner.problem.decision import PlanRequest
 from meshplan.planner.problem.request import Load, request_of, with_made
-from meshplan.runtime.apply.wrap import exchange, raise_remote
+from meshplan.runtime.apply.wrap import exchange
 from meshplan.runtime.estimate.request import built_without_memory
 from meshplan.runtime.estimate.scale_down import ModelSource, model_source_of
 from meshplan.runtime.live.certify import Certifier
@@ -180,10 +180,7 @@ def closed_together(model: nn.Module, plan: Any, example_inputs: Any) -> Any:
             outcome = "open" if is_open else "closed", spec_hash(spec)
     except MeshplanError as caught:
         error, outcome = caught, ("error", caught.render())
-    outcomes = exchange(outcome)
-    if error is not None:
-        raise error
-    raise_remote(outcomes)
+    outcomes = exchange(outcome, error)
     (kind, own), *_ = outcomes
     other = next((rank for rank, each in enumerate(outcomes) if each[1] != own), None)
     if other is not None and any(each == "open" for each, _ in outcomes):
@@ -210,10 +207,7 @@ def _stated(
             error, outcome = caught, ("error", caught.render())
         except Exception as caught:  # Report it to the other ranks, then raise it unchanged.
             error, outcome = caught, ("error", f"{type(caught).__name__}: {caught}")
-    outcomes = exchange(outcome)
-    if error is not None:
-        raise error
-    raise_remote(outcomes)
+    outcomes = exchange(outcome, error)
     found, source, lock = json.loads(outcomes[0][1])
     return found, source, lock
 

@@ -21,7 +21,7 @@ from meshplan.runtime.apply.loss.loss_weights import IGNORED, token_targets
 from meshplan.runtime.apply.wrap import applied, set_accumulate
 from meshplan.runtime.base.batch import mapped
 from meshplan.runtime.base.digest import mark
-from meshplan.runtime.base.mesh import device
+from meshplan.runtime.base.mesh import device, gathered
 from meshplan.runtime.train.epoch_reader import EpochReader, randomness_kept
 from meshplan.runtime.train.fast_dev_run import DevBatches, num_dev_batches
 from meshplan.runtime.train.sample_order import Share
@@ -358,8 +358,7 @@ def check_ranks(facts: Mapping[str, Any]) -> None:
     """Raise on every rank if ranks make loaders of different datasets or orders."""
     if dist.get_world_size() == 1:
         return
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, dict(facts))
+    every = gathered(dict(facts))
     for rank, other in enumerate(every):
         for key, value in other.items():
             if value != every[0][key]:

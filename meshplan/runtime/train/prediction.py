@@ -17,7 +17,7 @@ from meshplan.runtime.apply.context.parts import Parts
 from meshplan.runtime.apply.wrap import Applied, applied
 from meshplan.runtime.base.batch import as_arguments, chunked, mapped
 from meshplan.runtime.base.batch_agreement import num_samples
-from meshplan.runtime.base.mesh import device, gather_into, submesh
+from meshplan.runtime.base.mesh import device, gather_into, gathered, submesh
 from meshplan.runtime.base.pytree import fill, shape_of
 from meshplan.runtime.train.dataloader import (
     check_ranks,
@@ -170,7 +170,7 @@ def _of_all_ranks(own: Any, state: Applied) -> Any:
     if ranks == 1:
         return mapped(own, lambda tensor: tensor.detach().cpu())
     group = submesh(state.mesh, DATA_AXES, flat=True).get_group()
-    _check_shapes(own, group, ranks)
+    _check_shapes(own, group)
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
         own = tensor.detach().to(device())  # NCCL sends nothing from host memory.
@@ -181,10 +181,9 @@ def _of_all_ranks(own: Any, state: Applied) -> Any:
     return mapped(own, gathered)
 
 
-def _check_shapes(own: Any, group: dist.ProcessGroup, ranks: int) -> None:
+def _check_shapes(own: Any, group: dist.ProcessGroup) -> None:
     """Raise on all ranks if their outputs differ in shape or dtype."""
-    forms: list[Any] = [None] * ranks
-    dist.all_gather_object(forms, _form(own), group=group)
+    forms = gathered(_form(own), group)
     for other in forms:
         if other != forms[0]:
             raise ApplyError(_differ(forms[0], other))

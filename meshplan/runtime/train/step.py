@@ -24,7 +24,7 @@ from meshplan.runtime.base.batch import as_arguments, chunked, mapped, part_of
 from meshplan.runtime.base.batch_agreement import check_batches_agree, mean_over_ranks
 from meshplan.runtime.base.digest import mark
 from meshplan.runtime.base.fake_mode import is_fake_execution, numbers
-from meshplan.runtime.base.mesh import device
+from meshplan.runtime.base.mesh import device, gathered
 from meshplan.runtime.base.phases import begin
 from meshplan.runtime.checks.forward_writes import begin_microbatch
 from meshplan.runtime.checks.outside import guard_loss
@@ -194,8 +194,7 @@ def agreed_step(step: Callable[[], Any]) -> None:
         step()
     except ApplyError as error:
         failure = error
-    failures: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(failures, str(failure) if failure else "")
+    failures = gathered(str(failure) if failure else "")
     if failure is not None:
         raise failure
     for rank, text in enumerate(failures):

@@ -21,7 +21,7 @@ from meshplan.errors import ApplyError, MeshplanError, Problem
 from meshplan.runtime.apply.context.attention import AttentionTrial, SequenceMode, Site
 from meshplan.runtime.base.batch import mapped
 from meshplan.runtime.base.fake_mode import is_fake_execution, numbers
-from meshplan.runtime.base.mesh import local_of
+from meshplan.runtime.base.mesh import gathered, local_of
 from meshplan.runtime.checks.dry_run import dry_run, noise
 
 _TOLERANCE: Final = (1e-3, 1e-1)
@@ -203,10 +203,7 @@ def _run_part(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def raise_remote(problem: Problem | None) -> None:
     """Raise, on every rank, the problem of the first rank that has one."""
-    problems: list[Problem | None] = [problem] * dist.get_world_size()
-    if not is_fake_execution():
-        dist.all_gather_object(problems, problem)
-    for each in problems:
+    for each in [problem] if is_fake_execution() else gathered(problem):
         if each is not None:
             raise ApplyError(each)
 

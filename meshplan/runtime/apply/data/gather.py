@@ -16,7 +16,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.runtime.apply.loss.loss_weights import is_weighed, num_parts
 from meshplan.runtime.base.fake_mode import is_fake_execution
-from meshplan.runtime.base.mesh import gather_into, scatter_sum, submesh
+from meshplan.runtime.base.mesh import gather_into, gathered, scatter_sum, submesh
 from meshplan.runtime.base.parallel_models import ParallelModel, find_model
 from meshplan.runtime.torch_private.fakes import is_fake
 
@@ -209,8 +209,7 @@ def _check_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     high, low = both.tolist()
     if high == -low:
         return
-    shapes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(shapes, (dist.get_rank(), words), group=group)
+    shapes = gathered((dist.get_rank(), words), group)
     rank, own = shapes[0]
     other, others = next(each for each in shapes if each[1] != own)
     raise ApplyError(

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.tensor_parallel.tensor_parallel import align_gradients
+from meshplan.runtime.base.mesh import gathered
 from meshplan.runtime.torch_private.private import renew_reducer, renew_reduction_dtypes
 from meshplan.runtime.watch.guard import come_together
 
@@ -64,11 +64,10 @@ def _compare(trained: set[str]) -> None:
         ApplyError: On every rank, naming one parameter that differs.
     """
     come_together("the first forward after parameters were frozen or unfrozen")
-    gathered: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(gathered, trained)
-    for rank, others in enumerate(gathered):
-        if differ := sorted(others ^ gathered[0]):
-            has, lacks = (0, rank) if differ[0] in gathered[0] else (rank, 0)
+    every = gathered(trained)
+    for rank, others in enumerate(every):
+        if differ := sorted(others ^ every[0]):
+            has, lacks = (0, rank) if differ[0] in every[0] else (rank, 0)
             raise ApplyError(
                 Problem(
                     f"{differ[0]} requires a gradient on rank {has}, but not on rank {lacks}",

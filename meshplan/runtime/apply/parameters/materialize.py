@@ -18,7 +18,7 @@ from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.data.data import params_on_host
 from meshplan.runtime.apply.parameters.initial_values import holder, initialise
 from meshplan.runtime.base.digest import checksum
-from meshplan.runtime.base.mesh import device, local_of
+from meshplan.runtime.base.mesh import device, gathered, local_of
 from meshplan.state.held import is_held
 
 
@@ -73,8 +73,7 @@ def agree_on_values(model: nn.Module, plan: Plan) -> InitialValues:
     """
     tensors = _tensors(model, plan)
     missing = [fqn for fqn, t in tensors.items() if t.is_meta]
-    everywhere: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everywhere, missing)
+    everywhere = gathered(missing)
     if not any(everywhere):
         _take_from_rank_0(tensors)
         return InitialValues()

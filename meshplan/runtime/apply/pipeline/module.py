@@ -28,7 +28,7 @@ from meshplan.runtime.apply.pipeline.run import (
 from meshplan.runtime.apply.pipeline.shared import SharedTensors
 from meshplan.runtime.base.batch import as_arguments, chunked
 from meshplan.runtime.base.fake_mode import numbers
-from meshplan.runtime.base.mesh import device, submesh
+from meshplan.runtime.base.mesh import device, gathered, submesh
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.watch.guard import guarded, note_forward, ranks_of_forward
 from meshplan.traffic.sequence import SequenceCuts
@@ -289,9 +289,8 @@ class PipelinedModule(nn.Module):
             self._forms.clear()  # Exchanged shapes may be incomplete.
             self._agreed.clear()
             is_own = run.failure is not None and not isinstance(run.failure, RemoteFailure)
-            failures: list[Any] = [None] * dist.get_world_size(group)
             own = f"{type(run.failure).__name__}: {run.failure}" if is_own else ""
-            dist.all_gather_object(failures, (dist.get_rank(), own), group=group)
+            failures = gathered((dist.get_rank(), own), group)
             if is_own:
                 assert run.failure is not None
                 raise run.failure
