@@ -189,8 +189,7 @@ def framework_of(spec: Spec, graph: ModelGraph, device: str | None = None) -> st
     if spec.profile is not None:
         return spec.profile
     runs = fitted()[_EAGER, None]
-    own = (each.dtype for each in graph.tensors.values() if not each.is_buffer)
-    dtype = spec.precision.param or next(own, "")
+    dtype = spec.precision.param or graph.dtype
     types = (module.qualified_type for module in graph.modules.values())
     if device is None and spec.hardware is not None:
         device = spec.hardware.gpu

@@ -197,6 +197,11 @@ class ModelGraph:
         return (t for t in self.tensors.values() if not t.is_buffer)
 
     @property
+    def dtype(self) -> str:
+        """The dtype of the first parameter; "" if there is none."""
+        return next((tensor.dtype for tensor in self.parameters), "")
+
+    @property
     def num_params(self) -> int:
         """Number of parameters, tied ones counted once."""
         return sum(t.numel for t in self.parameters)

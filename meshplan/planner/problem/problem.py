@@ -159,8 +159,7 @@ class PlanningProblem:
     @cached_property
     def dtype(self) -> str:
         """The dtype of the model's first parameter."""
-        tensors = self.trial.assignment.tensors.values()
-        return next(p.info.dtype for p in tensors if not p.info.is_buffer)
+        return self.trial.graph.dtype
 
     def chain_at(
         self, tp: int, ep: int = 1, loss_chunks: int | None = None, stage_samples: int = 0

@@ -184,10 +184,7 @@ class Costed:
         refused = list(op_refusals(plan)) or list(not_read(plan)) if chain is None else []
         if problems := refused or list(unpriced(plan)):
             raise PlanError(problems)
-        self._dtype = next(
-            p.info.dtype for p in plan.assignment.tensors.values() if not p.info.is_buffer
-        )
-        dtype = plan.spec.precision.param or self._dtype
+        dtype = plan.spec.precision.param or plan.graph.dtype
         self.profile = profile_of_plan(plan.spec, plan.graph, cluster, dtype, profile)
         self.row = plan_as_config(plan)
 
@@ -385,7 +382,7 @@ class Costed:
             profile,
             self.cluster.gpus_per_node,
             self.plan.spec.precision,
-            dtype=self._dtype,
+            dtype=self.plan.graph.dtype,
             is_awaited=unit.is_awaited,
             reshard_ranks=unit.reshard_ranks,
             parts=unit.parts,
