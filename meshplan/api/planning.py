@@ -85,31 +85,26 @@ def search_plan(
 
 
 def find_frontier(
-    plan: PlanSource | Source,
-    overrides: Sequence[str] = (),
+    source: Source,
     *,
     report: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
-    **given: Unpack[SourceArguments],
 ) -> tuple[tuple[Evaluated, ...], bool]:
     """Search the frontier of memory and time: the fastest plan, and for less memory the next ones.
 
     Each plan is the fastest that needs at least 5 % less memory than the plan before it.
 
     Args:
-        plan: Path of a plan file, its content as a mapping, or a whole `Source`.
-        overrides: `KEY=VALUE` statements that change the plan.
+        source: The plan, the model and the machine.
         report: Called with lines on the progress.
         is_stopped: Asked regularly; if it returns True, the search ends with the plans so far.
-        given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
-            `memory` and `profile`.
 
     Returns:
         (plans, is_whole): the plans, fastest first, and False if a search was stopped early.
     """
     from meshplan.planner.answers.frontier import frontier
 
-    request = _request(source_of(plan, overrides, **given), report)
+    request = _request(source, report)
     return frontier(replace(request, is_stopped=is_stopped), report)
 
 
@@ -177,26 +172,21 @@ def _request(source: Source, report: Callable[[str], None]) -> PlanRequest:
 
 
 def find_trouble(
-    plan: PlanSource | Source,
-    overrides: Sequence[str] = (),
+    source: Source,
     *,
     report: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
-    **given: Unpack[SourceArguments],
 ) -> Trouble:
     """Explain why `search_plan` finds no plan: which statements conflict, and which changes help.
 
     Args:
-        plan: Path of a plan file, its content as a mapping, or a whole `Source`.
-        overrides: `KEY=VALUE` statements that change the plan.
+        source: The plan, the model and the machine.
         report: Called with lines on the progress.
         is_stopped: Asked regularly; if it returns True, the search ends with the answer so far.
-        given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
-            `memory` and `profile`.
     """
     from meshplan.planner.answers.infeasible import trouble_of
 
-    request = _request(source_of(plan, overrides, **given), report)
+    request = _request(source, report)
     return trouble_of(replace(request, is_stopped=is_stopped), report)
 
 
@@ -322,22 +312,18 @@ def compare(
 
 def compare_run(
     path: str | os.PathLike[str],
-    plan: PlanSource | Source,
-    overrides: Sequence[str] = (),
+    source: Source,
     *,
     tolerance: float = 0.1,
     report: Callable[[str], None] = lambda text: None,
-    **given: Unpack[SourceArguments],
 ) -> RunComparison:
     """Compare what a run took with what its plan predicts: seconds, memory, collectives.
 
     Args:
         path: The run.json that `meshplan.Run` wrote.
-        plan: The plan of the run: a plan file, its content as a mapping, or a whole `Source`.
-        overrides: `KEY=VALUE` statements that change the plan.
+        source: The plan of the run, its model and the machine.
         tolerance: Relative error up to which a prediction holds.
         report: Called with lines on the progress.
-        given: The model and the machine, by the names of `Source`.
 
     Raises:
         SpecError: The run or the plan cannot be read, or they have other numbers of ranks.
@@ -346,7 +332,7 @@ def compare_run(
     from meshplan.planner.answers.difference import figures_of
     from meshplan.planner.answers.measured import comparison_of, read_run
 
-    run, source = read_run(path), source_of(plan, overrides, **given)
+    run = read_run(path)
     decided = checking.decide(source, noted=report)
     if run.plan != decided.digest():
         report("the run was of another plan, or of a module of which the config is no exact copy")

@@ -94,14 +94,13 @@ class Timings:
     ranks_per_node: int = 1
 
 
-def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
+def profile_from(measured: Timings) -> Profile:
     """Fit a profile to timings.
 
     Constants that do not follow from the timings are those of `GENERIC`; `Profile.sources` says so.
 
     Args:
         measured: The timings.
-        origin: The place named in errors; None if there is none.
 
     Raises:
         PlanError: Times differ too much between rounds, or do not follow a latency and a rate.
@@ -140,8 +139,7 @@ def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
     if problems := [
         Problem(
             f"the times of {name} {how} {rms:.0%} {beside}, and at most {most:.0%} is accepted",
-            origin,
-            _AGAIN,
+            fix=_AGAIN,
         )
         for name in errors
         for rms, most, how, beside in (
@@ -185,7 +183,7 @@ def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
     )
     # Noise can make a fit exact and senseless, such as a rate without bound.
     if problems := [
-        Problem(f"the times give {name} = {_shown(value)}, not {wanted}", origin, _AGAIN)
+        Problem(f"the times give {name} = {_shown(value)}, not {wanted}", fix=_AGAIN)
         for name, (accepts, wanted) in _FIGURES.items()
         if not accepts(value := getattr(profile, name))
     ]:

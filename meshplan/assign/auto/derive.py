@@ -85,7 +85,7 @@ def derive(
 
     size = mesh.size("tp")
     if graph.flow is None and graph.tp_derived:
-        found = _from_known(graph, known(graph, size, may_cut), size, origin)
+        found = _from_known(known(graph, size, may_cut), size, origin)
         if not spec.sequence_parallel or found.problems:
             return found
         try:
@@ -160,7 +160,7 @@ def _no_stream(spec: Spec, why: str) -> Problem:
     )
 
 
-def _from_known(graph: ModelGraph, found: KnownCuts, size: int, origin: Origin) -> Derived:
+def _from_known(found: KnownCuts, size: int, origin: Origin) -> Derived:
     """Return what is known of a model without a recorded forward as a `Derived`."""
     if found.unknown:
         what = f"auto needs the live model to see {found.unknown}"

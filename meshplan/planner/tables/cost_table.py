@@ -25,6 +25,8 @@ from meshplan.planner.tables.in_flight import (
     usual_in_flight,
 )
 
+_NUM_PRICES: Final = 14
+"""Prices of a byte that `priced_bounds` tries."""
 _BATCH: Final = 256
 """Number of configurations whose bounds are priced together."""
 
@@ -312,7 +314,7 @@ def memory_bounds(table: CostTable) -> Floats:
     return np.asarray(np.maximum(most, table.reduction_floor_bytes), dtype=np.float64)
 
 
-def priced_bounds(table: CostTable, rows: Counts, capacity: float, tries: int = 14) -> Floats:
+def priced_bounds(table: CostTable, rows: Counts, capacity: float) -> Floats:
     """Return lower bounds on the seconds of a step within a memory limit, by weak duality.
 
     For any price of a byte, the minimum of seconds + price * bytes, less price * capacity, is at
@@ -322,7 +324,6 @@ def priced_bounds(table: CostTable, rows: Counts, capacity: float, tries: int = 
         table: The cost table.
         rows: [queries] indices of configurations in the grid.
         capacity: Linear bytes that one rank may use.
-        tries: Number of prices.
 
     Returns:
         [queries] seconds.
@@ -342,8 +343,8 @@ def priced_bounds(table: CostTable, rows: Counts, capacity: float, tries: int = 
     # by all memory, times powers of two around 1.
     best = block_bytes.seconds.min(axis=2) @ block_bytes.count
     slowest = block_bytes.seconds.min(axis=2).max(axis=1)
-    for number in range(tries if np.isfinite(capacity) else 0):
-        price = best / np.maximum(whole, 1.0) * 2.0 ** (number - tries // 2)
+    for number in range(_NUM_PRICES if np.isfinite(capacity) else 0):
+        price = best / np.maximum(whole, 1.0) * 2.0 ** (number - _NUM_PRICES // 2)
         best = np.maximum(best, block_bytes.priced(price) - price * whole)
     return step_seconds(table, best, slowest, rows)
 

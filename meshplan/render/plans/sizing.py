@@ -119,16 +119,16 @@ def training_to_json(found: TrainingTarget, price: float | None) -> dict[str, An
         "tokens": found.tokens,
         "days_allowed": found.days,
         "is_fewest": found.is_fewest,
-        "answer": _size_to_json(found, found.answer, price) if found.answer else None,
-        "sizes": [_size_to_json(found, size, price) for size in found.sizes],
+        "answer": _size_to_json(found.answer, price) if found.answer else None,
+        "sizes": [_size_to_json(size, price) for size in found.sizes],
         "more_samples": found.more and {
             "global": found.more[0],
-            "answer": _size_to_json(found, found.more[1], price),
+            "answer": _size_to_json(found.more[1], price),
         },
     }  # fmt: skip
 
 
-def _size_to_json(found: TrainingTarget, size: Size, price: float | None) -> dict[str, Any]:
+def _size_to_json(size: Size, price: float | None) -> dict[str, Any]:
     evaluated = size.decision.chosen if size.decision else None
     hours = size.days * 24 * size.num_gpus if size.days is not None else None
     return {

@@ -105,7 +105,7 @@ class _Dispatch:
         both = torch.stack((counts, theirs)).view(2, self.ranks, self.num_local)
         even = [slots.shape[0] // self.ranks] * self.ranks
         splits: list[list[int]] = numbers(both.sum(2), [even, self._expected(slots, top_k)])
-        self._refuse(splits, index)
+        self._refuse(splits)
         sent, received = splits
         self._warn(sum(received), slots.shape[0])
         # Sort the slots by expert, which makes those for each rank contiguous.
@@ -175,7 +175,7 @@ class _Dispatch:
             return torch.where(inside, counted, -1)
         return torch.full((self.num_experts,), -1, device=slots.device)
 
-    def _refuse(self, splits: list[list[int]], index: torch.Tensor) -> None:
+    def _refuse(self, splits: list[list[int]]) -> None:
         wrong = [rank for rank, count in enumerate(splits[1]) if count < 0]
         if wrong:
             rank = dist.get_global_rank(self.group, wrong[0])
