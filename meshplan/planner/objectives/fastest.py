@@ -18,7 +18,7 @@ from meshplan.layout.mesh import AXES
 from meshplan.planner.objectives.layouts import with_other_layouts
 from meshplan.planner.objectives.offload_variants import searched
 from meshplan.planner.objectives.refine import refine
-from meshplan.planner.objectives.robust import most_robust
+from meshplan.planner.objectives.robust import RobustChoice
 from meshplan.planner.objectives.search_plans import search_plans
 from meshplan.planner.objectives.simplify import SLACK, Simplifier
 from meshplan.planner.problem.decision import Bound, Decision, Ladder, PlanRequest
@@ -83,7 +83,7 @@ def fastest_of(
             break
         if (share := problem.spec.solve.get("robust")) is not None and found.is_whole:
             usual = chosen
-            chosen, robustness = most_robust(problem, found, usual, share, report)
+            chosen, robustness = RobustChoice(problem, found, share, report).choose(usual)
             if chosen.stated != usual.stated:
                 others = (usual, *(each for each in others if each.stated != chosen.stated))
         if (certified := problem.certified(chosen)) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -123,7 +123,7 @@ def fewest(
         found = price(request, report)
         assert found.chosen is not None
         on = f"{found.chosen.plan.mesh.world_size:,} GPUs"
-        days = tokens * found.chosen.seconds / max(1, found.tokens) / 86400
+        days = tokens * found.chosen.seconds / max(1, found.tokens) / DAY_S
         what = f"the fewest nodes are searched, and plans like this one are not: {why}"
         fix = f"on the {on} of its mesh it trains in {days:,.1f} days"
         raise PlanError(Problem(what, found.spec.origin("mesh"), fix))
@@ -226,15 +226,11 @@ class _Fewest:
 
     def _with_samples(self, samples: int) -> _Fewest:
         """Return the same search with another number of samples in a step."""
-        read = self._request.read
-
-        def more_of(more: Sequence[str]) -> Spec:
-            return read([f"batch.global={samples}", *more])
 
         def report(text: str) -> None:
             self._report(f"with batch.global: {samples:,}, {text}")
 
-        request = replace(self._request, read=more_of)
+        request = self._request.stating([f"batch.global={samples}"])
         return _Fewest(request, self._tokens, self._days, report)
 
     def _is_late(self) -> bool:

@@ -121,29 +121,7 @@ def against(profile: Profile, change: float) -> Profile:
     return profile
 
 
-def most_robust(
-    problem: PlanningProblem,
-    found: SearchResult,
-    chosen: Evaluated,
-    share: float,
-    report: Callable[[str], None],
-) -> tuple[Evaluated, Robustness]:
-    """Return the plan with the smallest regret, and how much it loses where.
-
-    The plan that would be chosen otherwise is kept if its regret is hardly larger: by `SLACK`, as
-    simpler plans are preferred to faster ones.
-
-    Args:
-        problem: The problem that was searched. Variants with offload are added to its grid.
-        found: The result of the search.
-        chosen: The plan that is chosen for the constants as they are.
-        share: Share by which constants are off.
-        report: Called with lines on the progress.
-    """
-    return _RobustChoice(problem, found, share, report).choose(chosen)
-
-
-class _RobustChoice:
+class RobustChoice:
     """The scenarios of a problem, the plans found in them, and their seconds in each.
 
     Args:
@@ -175,7 +153,10 @@ class _RobustChoice:
         """(plan that fits, [scenarios] seconds of a step)."""
 
     def choose(self, chosen: Evaluated) -> tuple[Evaluated, Robustness]:
-        """Return the plan with the smallest regret, and what it loses.
+        """Return the plan with the smallest regret, and how much it loses where.
+
+        The plan that would be chosen otherwise is kept if its regret is hardly larger: by `SLACK`,
+        as simpler plans are preferred to faster ones.
 
         Args:
             chosen: The plan that is chosen for the constants as they are.
