@@ -78,7 +78,7 @@ def find_batch_size(
             if estimate.limit_bytes is None:
                 fix = "state hardware: {gpu: ...} or {memory: 80GB} in the plan"
                 raise PlanError(Problem("the memory of a device is not stated", None, fix))
-            peak = estimate.worst.band[1]
+            peak = estimate.high_bytes
             found[size] = BatchSize(size, peak, estimate.limit_bytes, ()) if estimate.fits else None
         return found[size] is not None
 

@@ -52,16 +52,16 @@ def test_the_least_memory_of_all(job):
             if one is None:
                 continue
             tried = Candidate(row, one.seconds, one.ends, one.option_counts, one.linear_bytes)
-            least = min(least, at.measure(numbers, tried).result.memory.worst.band[1])
+            least = min(least, at.measure(numbers, tried).result.memory.high_bytes)
     decision = search_plan(path)
     assert decision.objective == "memory"
     assert decision.is_whole
-    high = decision.chosen.memory.worst.band[1]
+    high = decision.chosen.memory.high_bytes
     assert high <= least
     assert high * (1 - decision.gap) <= least
     assert decision.chosen.seconds > decide(question).best_s
     again = checking.estimate_memory(path, overrides(decision.chosen.stated))
-    assert again.worst.band[1] == high
+    assert again.high_bytes == high
 
 
 def test_what_holds_more_than_it_seems_is_passed_by(job):
@@ -76,7 +76,7 @@ def test_what_holds_more_than_it_seems_is_passed_by(job):
         def measure(numbers, candidate, share=share, seen=seen, allocators=()):
             high = max(candidate.linear_bytes) * share[candidate.row]
             seen[candidate.row] = high
-            memory = SimpleNamespace(worst=SimpleNamespace(band=(0, high)))
+            memory = SimpleNamespace(high_bytes=high)
             evaluated = Evaluated(stated={}, seconds=1.0, plan=None, memory=memory)
             return ReplayedMemory(fits=True, result=evaluated)
 
@@ -91,7 +91,7 @@ def test_what_holds_more_than_it_seems_is_passed_by(job):
             row: max(ConfigSolver(numbers, row, math.inf).smallest().linear_bytes) * share[row]
             for row in every
         }
-        assert found.evaluated.memory.worst.band[1] == min(held.values())
+        assert found.evaluated.memory.high_bytes == min(held.values())
         assert found.lower_bytes <= min(held.values())
         assert len(seen) < len(held)
 
@@ -129,7 +129,7 @@ def test_a_frontier_is_of_plans_that_beat_each_other(job):
     assert is_whole
     assert len(evaluated_plans) >= 3
     seconds = [evaluated.seconds for evaluated in evaluated_plans]
-    held = [evaluated.memory.worst.band[1] for evaluated in evaluated_plans]
+    held = [evaluated.memory.high_bytes for evaluated in evaluated_plans]
     assert seconds == sorted(set(seconds))
     assert held == sorted(set(held), reverse=True)
     assert seconds[0] == pytest.approx(decide(question).best_s)
@@ -137,9 +137,8 @@ def test_a_frontier_is_of_plans_that_beat_each_other(job):
     slower = decide(replace(question, limit_bytes=held[1] - 1))
     assert slower.best_s > seconds[1]
     for evaluated in evaluated_plans[1:3]:
-        assert (
-            checking.estimate_memory(path, overrides(evaluated.stated)).worst.band[1]
-            == (evaluated.memory.worst.band[1])
+        assert checking.estimate_memory(path, overrides(evaluated.stated)).high_bytes == (
+            evaluated.memory.high_bytes
         )
     assert undominated([*evaluated_plans, *evaluated_plans]) == evaluated_plans
     lines = frontier_to_text(evaluated_plans, is_whole=False)

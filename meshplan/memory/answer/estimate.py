@@ -204,12 +204,21 @@ class MemoryEstimate:
         return max(self.groups, key=lambda group: group.band[1])
 
     @property
+    def high_bytes(self) -> int:
+        """Upper end of the largest peak in bytes, which decides whether the plan fits."""
+        return self.worst.band[1]
+
+    @property
     def size(self) -> str:
         """Memory of the worst ranks in words, from `size_in_words`."""
-        worst = self.worst
-        return size_in_words(
-            worst.band[1], self.limit_bytes, None if self.bound else worst.peak.total_bytes
-        )
+        expected_bytes = None if self.bound else self.worst.peak.total_bytes
+        return size_in_words(self.high_bytes, self.limit_bytes, expected_bytes)
+
+    @property
+    def size_and_left(self) -> str:
+        """The `size`, and the bytes left of the limit or over it."""
+        left = left_in_words(self.high_bytes, self.limit_bytes)
+        return self.size + (f": {left}" if left else "")
 
     @property
     def fits(self) -> bool | None:

@@ -123,7 +123,7 @@ def figures_of(decision: Decision, plan: Plan | None = None) -> dict[str, float]
     rate = decision.tokens_per_s(evaluated) * evaluated.plan.mesh.world_size
     found = {
         "step_s": evaluated.seconds,
-        "peak_bytes": float(evaluated.memory.worst.band[1]),
+        "peak_bytes": float(evaluated.memory.high_bytes),
     }
     return {**found, "tokens_per_s": rate} if rate else found
 
@@ -161,7 +161,7 @@ def side_of(
 
     def peak() -> float:
         device, limit, _ = read_limit(None, None, spec)
-        return estimate_analytic(plan, device=device, limit_bytes=limit).worst.band[1]
+        return estimate_analytic(plan, device=device, limit_bytes=limit).high_bytes
 
     def tokens() -> float:
         found = costed()

@@ -346,5 +346,5 @@ def _missing(problem: PlanningProblem) -> int | None:
             return None
         evaluated = problem.measure(table, candidate, to_the_end=True).result
         if isinstance(evaluated, Evaluated):
-            least = min(least, evaluated.memory.worst.band[1])
+            least = min(least, evaluated.memory.high_bytes)
     return int(least) - problem.request.limit_bytes if least < float("inf") else None

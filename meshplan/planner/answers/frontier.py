@@ -52,15 +52,15 @@ def frontier(
             break
         out.append(evaluated)
         report(f"{format_step(evaluated.seconds)} within {format_gib(limit)}")
-        limit = int(evaluated.memory.worst.band[1] * _STEP)
+        limit = int(evaluated.memory.high_bytes * _STEP)
     return undominated(out), is_whole
 
 
 def undominated(evaluated_plans: Iterable[Evaluated]) -> tuple[Evaluated, ...]:
     """Return the plans that no other plan dominates in time and memory, fastest first."""
     least, out = float("inf"), list[Evaluated]()
-    for evaluated in sorted(evaluated_plans, key=lambda w: (w.seconds, w.memory.worst.band[1])):
-        if evaluated.memory.worst.band[1] < least:
-            least = evaluated.memory.worst.band[1]
+    for evaluated in sorted(evaluated_plans, key=lambda w: (w.seconds, w.memory.high_bytes)):
+        if evaluated.memory.high_bytes < least:
+            least = evaluated.memory.high_bytes
             out.append(evaluated)
     return tuple(out)

@@ -86,7 +86,7 @@ def smallest_of(problem: PlanningProblem, report: OnProgress = lambda text: None
     samples, gap = 0, 1.0
     if evaluated is not None:
         samples = evaluated.plan.samples
-        gap = max(0.0, 1 - least.lower_bytes / evaluated.memory.worst.band[1])
+        gap = max(0.0, 1 - least.lower_bytes / evaluated.memory.high_bytes)
     return Decision(
         spec=problem.spec,
         chosen=evaluated,

@@ -49,7 +49,7 @@ class Balance:
     @property
     def limit_bytes(self) -> int:
         """Bytes of the plan's fullest rank. The plan is the fastest one within this limit."""
-        return self.evaluated.memory.worst.band[1]
+        return self.evaluated.memory.high_bytes
 
 
 def balanced(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
@@ -119,7 +119,7 @@ def balance(
         evaluated = found.measured.result if found.measured is not None else None
         if not isinstance(evaluated, Evaluated) or not found.is_whole:
             break
-        seconds, num_bytes = evaluated.seconds, evaluated.memory.worst.band[1]
+        seconds, num_bytes = evaluated.seconds, evaluated.memory.high_bytes
         report(f"{format_step(seconds)} with {format_gib(num_bytes)}")
         if seconds * num_bytes < best:
             best, at = seconds * num_bytes, (problem, evaluated)

@@ -75,8 +75,8 @@ class LeastMemory:
             for allocator in problem.free.allocators:
                 self.num_measured += 1
                 evaluated = problem.measure(table, candidate, allocators=(allocator,)).result
-                if isinstance(evaluated, Evaluated) and evaluated.memory.worst.band[1] < least:
-                    least, self.evaluated = evaluated.memory.worst.band[1], evaluated
+                if isinstance(evaluated, Evaluated) and evaluated.memory.high_bytes < least:
+                    least, self.evaluated = evaluated.memory.high_bytes, evaluated
                     problem.allow(least)  # Later estimates stop above the best plan's bytes.
 
     @property

@@ -16,7 +16,7 @@ from meshplan.errors import PlanError, Problem, UnstatedError
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.memory.analytic.estimate import check_analytic, estimate_analytic
 from meshplan.memory.analytic.microbatches import refusals
-from meshplan.memory.answer.estimate import MemoryEstimate, left_in_words
+from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.problem.certified import OVER, certify_plan
 from meshplan.planner.problem.decision import Bound, Decision, Evaluated, PlanRequest
@@ -186,9 +186,8 @@ def price(request: PlanRequest, report: Callable[[str], None] = lambda text: Non
     evaluated = Evaluated(stated={}, seconds=costed.seconds, plan=plan, memory=found.memory)
     over, missing = "", None
     if not found.memory.fits:
-        most = found.memory.worst.band[1]
-        over = f"{found.memory.size}: {left_in_words(most, found.memory.limit_bytes)}"
-        missing = most - request.limit_bytes
+        over = found.memory.size_and_left
+        missing = found.memory.high_bytes - request.limit_bytes
     elif not found.is_traced:
         certified = certify_plan(request, evaluated)
         evaluated, over = (evaluated, OVER) if certified is None else (certified, "")
@@ -217,6 +216,6 @@ def price(request: PlanRequest, report: Callable[[str], None] = lambda text: Non
         limit_bytes=request.limit_bytes,
         objective="time",  # Others compare plans, and there is only this one.
         profile_path=request.profile_path,
-        bounds=(Bound(evaluated.seconds, evaluated.memory.worst.band[1]),),
+        bounds=(Bound(evaluated.seconds, evaluated.memory.high_bytes),),
         measured=(evaluated,),
     )

@@ -131,14 +131,8 @@ def _table(estimate: MemoryEstimate, model: str, colour: bool) -> list[str]:
         line + _verdict(group, estimate.limit_bytes, colour)
         for line, group in zip(lines[1:], estimate.groups, strict=True)
     ]
-    return [paint(title, "bold", colour), _fits(estimate), "", lines[0], *marked,
+    return [paint(title, "bold", colour), estimate.size_and_left, "", lines[0], *marked,
             *_on_host(estimate)]  # fmt: skip
-
-
-def _fits(estimate: MemoryEstimate) -> str:
-    """Return a line on the largest peak of all ranks and the limit."""
-    left = left_in_words(estimate.worst.band[1], estimate.limit_bytes)
-    return estimate.size + (f": {left}" if left else "")
 
 
 def _on_host(estimate: MemoryEstimate) -> list[str]:

@@ -27,8 +27,8 @@ def why_not_to_json(answer: WhyNot) -> dict[str, Any]:
         "is_planned": answer.is_planned,
         "blocks": {"with": answer.num_with[0], "of": answer.num_with[1]},
         "objective": answer.objective,
-        "peak_bytes": answer.evaluated.memory.worst.band[1] if answer.evaluated else None,
-        "plan_peak_bytes": answer.plan.memory.worst.band[1] if answer.plan else None,
+        "peak_bytes": answer.evaluated.memory.high_bytes if answer.evaluated else None,
+        "plan_peak_bytes": answer.plan.memory.high_bytes if answer.plan else None,
         "missing_bytes": answer.missing_bytes,
         "is_whole": answer.is_whole,
         "why": answer.why,
@@ -114,7 +114,7 @@ def _by_memory(answer: WhyNot, plan: Evaluated) -> str:
     assert answer.evaluated is not None
     if answer.is_planned:
         return "the plan uses it"
-    more = answer.evaluated.memory.worst.band[1] - plan.memory.worst.band[1]
+    more = answer.evaluated.memory.high_bytes - plan.memory.high_bytes
     memory = f"uses {format_bytes(more)} more" if more > 0 else "uses no more memory"
     return f"{memory}, {answer.evaluated.seconds / plan.seconds - 1:+.1%} time"
 
@@ -123,7 +123,7 @@ def why_not_to_text(answer: WhyNot) -> list[str]:
     """Return the lines of the answer."""
     lines = [f"{answer.setting}: {verdict(answer)}"]
     if answer.evaluated is not None and answer.seconds is not None:
-        memory = format_gib(answer.evaluated.memory.worst.band[1])
+        memory = format_gib(answer.evaluated.memory.high_bytes)
         lines += [
             "",
             f"the best plan with it, {format_step(answer.seconds)} a step, at most {memory}"

@@ -82,7 +82,7 @@ def _head(same: Sequence[OtherLayout], chosen: Evaluated) -> tuple[str, ...]:
         ", ".join(KIND_WORDS[each.kind] for each in same),
         f"{evaluated.seconds / chosen.seconds - 1:+z.1%}",
         format_step(evaluated.seconds),
-        format_gib(evaluated.memory.worst.band[1]),
+        format_gib(evaluated.memory.high_bytes),
     )
 
 

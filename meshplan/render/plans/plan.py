@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Final
 
 from meshplan.cost.profile import Profile, runs_of
-from meshplan.memory.answer.estimate import left_in_words
 from meshplan.planner.answers.written import Written
 from meshplan.planner.objectives.simplify import SLACK
 from meshplan.planner.problem.decision import Decision, Evaluated, Ladder
@@ -120,7 +119,7 @@ def evaluated_to_json(decision: Decision, evaluated: Evaluated) -> dict[str, Any
         "tokens_per_s_per_gpu": decision.tokens_per_s(evaluated),
         "mfu": decision.mfu(evaluated),
         "expected_bytes": evaluated.memory.worst.peak.total_bytes,
-        "peak_bytes": evaluated.memory.worst.band[1],
+        "peak_bytes": evaluated.memory.high_bytes,
         "host_bytes": evaluated.memory.host.held_bytes if evaluated.memory.host else 0,
     }  # fmt: skip
 
@@ -131,15 +130,14 @@ def written_to_json(written: Written) -> dict[str, Any]:
     return {
         "step_s": written.seconds,
         "expected_bytes": memory.worst.peak.total_bytes,
-        "peak_bytes": memory.worst.band[1],
+        "peak_bytes": memory.high_bytes,
         "fits": memory.fits,
     }
 
 
 def written_to_text(written: Written) -> str:
     """Return a note on the memory of the plan file without a lock, with default settings."""
-    left = left_in_words(written.memory.worst.band[1], written.memory.limit_bytes)
-    return f"with the file's defaults, without the lock: {written.memory.size}: {left}"
+    return f"with the file's defaults, without the lock: {written.memory.size_and_left}"
 
 
 def no_space_to_json(error: EmptySpaceError) -> dict[str, Any]:
@@ -308,9 +306,8 @@ def _rate(decision: Decision, evaluated: Evaluated) -> str:
 
 def _memory(evaluated: Evaluated) -> list[str]:
     worst = evaluated.memory.worst
-    left = left_in_words(worst.band[1], evaluated.memory.limit_bytes)
     return [
-        f"memory  {'fits: ' if evaluated.memory.fits else ''}{evaluated.memory.size}: {left}",
+        f"memory  {'fits: ' if evaluated.memory.fits else ''}{evaluated.memory.size_and_left}",
         f"        on {ranks_in_words(worst.ranks)}, in {worst.at.phase}"
         + (f" of {worst.at.module}" if worst.at.module else ""),
         *(
@@ -423,7 +420,7 @@ def _faster(decision: Decision, chosen: Evaluated) -> list[str]:
             (
                 f"{evaluated.seconds / chosen.seconds - 1:+.1%}",
                 format_step(evaluated.seconds),
-                format_gib(evaluated.memory.worst.band[1]),
+                format_gib(evaluated.memory.high_bytes),
             )
             for evaluated in faster
         ],

@@ -45,7 +45,7 @@ def _figures(evaluated: Evaluated) -> dict[str, Any]:
     return {
         "step_s": evaluated.seconds,
         "expected_bytes": memory.worst.peak.total_bytes,
-        "peak_bytes": memory.worst.band[1],
+        "peak_bytes": memory.high_bytes,
         "limit_bytes": memory.limit_bytes,
     }
 

@@ -51,7 +51,7 @@ def frontier_to_text(
         [
             (
                 f"  {format_step(evaluated.seconds)}",
-                format_gib(evaluated.memory.worst.band[1]),
+                format_gib(evaluated.memory.high_bytes),
             )
             for evaluated in evaluated_plans
         ],
@@ -137,7 +137,7 @@ def _size_to_json(size: Size, price: float | None) -> dict[str, Any]:
         "days": size.days,
         "least_days": size.least_days,
         "step_s": evaluated.seconds if evaluated else None,
-        "peak_bytes": evaluated.memory.worst.band[1] if evaluated else None,
+        "peak_bytes": evaluated.memory.high_bytes if evaluated else None,
         "gpu_hours": hours,
         "price": hours * price if hours is not None and price is not None else None,
         "why": size.why,

@@ -37,7 +37,7 @@ def _remedy_to_json(each: Remedy) -> dict[str, Any]:
         "num_gpus": each.num_gpus,
         "step_s": each.evaluated.seconds,
         "is_whole": each.is_whole,
-        "peak_bytes": each.evaluated.memory.worst.band[1],
+        "peak_bytes": each.evaluated.memory.high_bytes,
         "chosen": dict(each.evaluated.stated),
     }
 
@@ -81,7 +81,7 @@ def _remedies(trouble: Trouble) -> list[str]:
             (
                 f"  {each.change}",
                 f"{format_step(each.evaluated.seconds)} a step",
-                f"at most {format_gib(each.evaluated.memory.worst.band[1])}",
+                f"at most {format_gib(each.evaluated.memory.high_bytes)}",
             )
             for each in trouble.remedies
         ],
