@@ -18,7 +18,7 @@ from meshplan.model.flow import Flow
 from meshplan.shown import shown
 
 if TYPE_CHECKING:
-    pass
+    import networkx
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
@@ -293,3 +293,21 @@ class ModelGraph:
                 by_parent.setdefault(fqn.rpartition(".")[0], []).append(info)
         visit("")
         return tuple(out)
+
+    def to_networkx(self) -> networkx.DiGraph:
+        """Return the module tree as a graph, with an edge from each module to each child.
+
+        Nodes have the attributes `info` (ModuleInfo) and `num_params` (number of parameters of the
+        module without its submodules).
+        """
+        import networkx
+
+        graph = networkx.DiGraph(name=self.name)
+        counts: dict[str, int] = dict.fromkeys(self.modules, 0)
+        for tensor in self.parameters:
+            counts[tensor.module] += tensor.numel
+        for fqn, info in self.modules.items():
+            graph.add_node(fqn, info=info, num_params=counts[fqn])
+            if fqn:
+                graph.add_edge(fqn.rpartition(".")[0], fqn)
+        return graph
