@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,28 @@ from torch import nn
 from meshplan.errors import ApplyError, MissingStateError, Origin, PlanError, Problem
 from meshplan.interop.external_step import ExternalStep
 from meshplan.interop.own_loop import each_sample_once
-from meshplan.interop.trainer_arguments import argument_problems, check_hooks
+from meshplan.interop.trainer_arguments import argument_problems, check_hooks, plan_problems
+from meshplan.interop.trainer_batches import (
+    LastBatch,
+    Rest,
+    collected,
+    evaluated,
+    in_one_order,
+    last_batch,
+    prepared,
+    rest_of,
+)
+from meshplan.interop.trainer_folders import STATE, in_place_of, last_whole, save_over
 from meshplan.interop.trainer_loss import (
-    cut_rows,
+    NumItems,
+    RanksRead,
     fill_rows,
+    names_ranks,
+    own_methods,
+    plain_number,
     shifting_as,
     stated_scaling,
+    times,
     with_share,
 )
 from meshplan.interop.trainer_pipeline import pipeline_step
@@ -32,18 +48,12 @@ from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import applied, own_module
 from meshplan.runtime.parallelize import PlanLike, parallelize, spec_of
 from meshplan.runtime.state.load import load
-from meshplan.runtime.state.pretrained import save_pretrained
 from meshplan.runtime.state.save import save
 from meshplan.runtime.torch_private.private import intercept_calls
 from meshplan.runtime.train.evaluation import reduce
 from meshplan.runtime.train.gradient_scale import clip_grad_norm_
 from meshplan.runtime.train.step import data_rank
 from meshplan.runtime.watch.guard import guarded
-
-_STATE: Final = "meshplan"
-"""Folder of the training state in a checkpoint of the Trainer."""
-_DEFAULT_NORM: Final = 1.0
-"""`TrainingArguments.max_grad_norm` if it was left out."""
 
 
 def trainer(base: type) -> type:
@@ -88,6 +98,8 @@ class _Planned:
     callback_handler: Any
     model_wrapped: Any
     processing_class: Any
+    data_collator: Any
+    _get_output_dir: Callable[..., str]
     create_optimizer: Callable[[], Any]
     create_scheduler: Callable[..., Any]
     label_smoother: Any
@@ -102,7 +114,12 @@ class _Planned:
         self._plan, self._example_inputs = plan, example_inputs
         self._step: ExternalStep | None = None
         self._is_counted = False
-        """True if the loss was last divided by a number of tokens that the caller counted."""
+        """True if the loss was last divided by a number of items that the caller counted."""
+        self._last: LastBatch | None = None
+        """The last batch of an epoch while it is trained on, if it is filled up."""
+        self._share: float | None = None
+        """The weight of the mean over this rank's samples in such a batch."""
+        self._ranks_read: RanksRead | None = None
         spec_of(plan)  # An unreadable plan is reported here, not at the first batch.
         super().__init__(*args, **kwargs)
         if self.optimizer is not None or self.lr_scheduler is not None:
@@ -126,6 +143,12 @@ class _Planned:
         fix = "pass model=model_init(), and make a new Trainer for each training"
         raise ApplyError(Problem(what, fix=fix))
 
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; with True, go on from the newest checkpoint that was written to its end."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_whole(self.args.output_dir) or True
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
     # The model.
 
     def _planned(self) -> nn.Module:
@@ -133,7 +156,8 @@ class _Planned:
         if self._step is None:
             self.label_smoother = shifting_as(self.model, self.label_smoother)
             wrapped = parallelize(self.model, self._plan, example_inputs=self._example_inputs)
-            self._check(wrapped)
+            if problems := plan_problems(self, applied(wrapped).given):
+                raise PlanError(problems)
             self._step = ExternalStep(wrapped)
             # A function, because a copy of the model must not copy this Trainer.
             intercept_calls(wrapped, lambda call, *a, **k: self._called(call, *a, **k))
@@ -166,7 +190,8 @@ class _Planned:
         has_more = getattr(config, "output_router_logits", False)
         if counted is None or (is_whole and (self._divides or has_more)):
             # A number, because FSDP2 casts tensors to the precision of the computation.
-            return call(*args, num_items_in_batch=float(num_items_in_batch), **kwargs)
+            number = plain_number(num_items_in_batch, is_used=counted is not None)
+            return call(*args, num_items_in_batch=number, **kwargs)
         return with_share(call(*args, **kwargs), counted, num_items_in_batch)
 
     @property
@@ -176,71 +201,19 @@ class _Planned:
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the FLOPs of a batch, of which ranks along tp and pp compute a part each."""
+        inputs = self._counted(inputs)
         return super().floating_point_ops(inputs) // self.get_tp_size()  # type: ignore[misc]
+
+    def _counted(self, inputs: Any) -> Any:
+        """Return the samples of a batch that count."""
+        return self._last.counted if self._last and inputs is self._last.batch else inputs
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count the tokens of data ranks alone, by `include_num_input_tokens_seen`."""
         before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        super()._track_num_input_tokens(self._counted(inputs))  # type: ignore[misc]
         copies = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + copies // self.get_tp_size()
-
-    def _check(self, wrapped: nn.Module) -> None:
-        """Raise where the arguments contradict the plan; take from it what they leave open."""
-        args, plan = self.args, applied(wrapped).given
-        spec = plan.spec
-        problems = []
-
-        def refuse(what: str, key: str, fix: str) -> None:
-            problems.append(Problem(what, spec.origin(key), fix))
-
-        if plan.assignment.stages is not None and getattr(args, "predict_with_generate", False):
-            refuse("predict_with_generate=True was given, but a pipeline cannot generate",
-                   "mesh.pp", "leave it out, or use a plan without pp")  # fmt: skip
-        for name in ("bf16_full_eval", "fp16_full_eval", "torch_empty_cache_steps"):
-            if plan.assignment.stages is not None and getattr(args, name, None):
-                refuse(f"{name}={getattr(args, name)} was given, which has no effect on a pipeline",
-                       "mesh.pp", "leave it out")  # fmt: skip
-        if plan.assignment.stages is not None and self._overrides("training_step"):
-            refuse("the Trainer has a training_step of its own, which a pipeline would not call",
-                   "mesh.pp", "use a plan without pp")  # fmt: skip
-        if plan.assignment.context is not None:
-            refuse("the Trainer counts tokens of whole sequences, which cp cuts", "mesh.cp",
-                   "use a plan without cp, or a loop around meshplan.train_step")  # fmt: skip
-        if spec.loss != "mean":
-            refuse(f"the plan states loss: {spec.loss}, but the Trainer weights tokens itself",
-                   "loss", "leave it out")  # fmt: skip
-        if spec.precision.scales_loss:
-            refuse("the plan states a float16 loss scale, which the Trainer does not ask for",
-                   "precision", "use precision: bf16-mixed")  # fmt: skip
-        given = "bf16" if args.bf16 else "fp16" if args.fp16 else ""
-        if given:
-            own = f"precision: {spec.precision.word}" if spec.precision.word else "no precision"
-            refuse(f"{given}=True was given, but the plan states {own}", "precision",
-                   f"leave out {given}=, and state the precision in the plan")  # fmt: skip
-        if not args.average_tokens_across_devices:
-            refuse("average_tokens_across_devices=False weights the tokens of ranks unequally", "",
-                   "leave it out")  # fmt: skip
-        batch = spec.batch
-        if (
-            batch.accumulate is not None or batch.global_ is not None
-        ) and args.gradient_accumulation_steps != plan.accumulate:
-            refuse(f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, but the "
-                   f"plan accumulates over {plan.accumulate} microbatches", "batch.accumulate",
-                   f"set gradient_accumulation_steps={plan.accumulate}")  # fmt: skip
-        if plan.micro is not None and args.per_device_train_batch_size != plan.micro:
-            refuse(f"per_device_train_batch_size is {args.per_device_train_batch_size}, but a "
-                   f"microbatch of the plan has {plan.micro} samples", "batch.micro",
-                   f"set per_device_train_batch_size={plan.micro}")  # fmt: skip
-        elif plan.micro is not None and args.auto_find_batch_size:
-            refuse("auto_find_batch_size changes the samples of a microbatch, which the plan "
-                   "states", "batch.micro", "leave it out")  # fmt: skip
-        clip = spec.clip_grad_norm
-        if clip is not None and args.max_grad_norm not in (clip, _DEFAULT_NORM):
-            refuse(f"max_grad_norm is {args.max_grad_norm}, but the plan clips at {clip}",
-                   "clip_grad_norm", "state it in one of them")  # fmt: skip
-        if problems:
-            raise PlanError(problems)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         return self._planned()
@@ -258,7 +231,7 @@ class _Planned:
         self.model = whole
         self.create_scheduler(num_training_steps=max_steps)
         if resume is not None:
-            folder = os.path.join(resume, _STATE)
+            folder = os.path.join(resume, STATE)
             try:
                 load(folder, wrapped, self.optimizer, scheduler=self.lr_scheduler)
             except MissingStateError:
@@ -286,20 +259,11 @@ class _Planned:
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Let accelerate split batches over the data ranks only."""
-        from accelerate.data_loader import prepare_data_loader
-
         ranks, index = self._ranks()
         accelerator = self.accelerator
 
         def prepare(loader: Any) -> Any:
-            return prepare_data_loader(
-                loader, accelerator.device, num_processes=ranks, process_index=index,
-                split_batches=accelerator.split_batches, put_on_device=True,
-                rng_types=accelerator.rng_types.copy(), dispatch_batches=False,
-                even_batches=accelerator.even_batches,
-                use_seedable_sampler=accelerator.use_seedable_sampler,
-                data_seed=accelerator.dataloader_config.data_seed,
-            )  # fmt: skip
+            return prepared(loader, accelerator, ranks, index)
 
         accelerator.prepare = prepare
         try:
@@ -307,8 +271,35 @@ class _Planned:
         finally:
             del accelerator.prepare
 
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
+        return in_one_order(sampler, self._ranks()[0])
+
+    def _get_eval_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        sampler = super()._get_eval_sampler(*args, **kwargs)  # type: ignore[misc]
+        return in_one_order(sampler, self._ranks()[0])
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Collect the batches of a step; samples that fill up the last one are not counted."""
+        batches = []
+        for batch in collected(epoch_iterator, num_batches):
+            batches.append(batch)
+            self._last = self._last_batch(batch)
+        counted = [*batches[:-1], self._last.counted] if self._last is not None else batches
+        _, num_items = super().get_batch_samples(  # type: ignore[misc]
+            iter(counted), len(counted), device
+        )
+        return batches, num_items
+
+    def _last_batch(self, batch: Any) -> LastBatch | None:
+        """Return the last batch of an epoch, if it is filled up; None for any other batch."""
+        rest = self._rest()
+        return None if rest is None else last_batch(batch, rest)
+
     def get_tp_size(self) -> int:
         """Return the number of ranks that have the same samples, by which counts are divided."""
+        if self._ranks_read is not None and self._ranks_read.is_inside:
+            return 1  # Counts are of the data ranks.
         return dist.get_world_size() // self._ranks()[0] if self._step is not None else 1
 
     def get_cp_size(self) -> int:
@@ -325,22 +316,37 @@ class _Planned:
         step = self._step
         assert step is not None
         is_last = self.accelerator.gradient_state.sync_gradients
+        is_cut = isinstance(model, PipelinedModule)
+        own, share = self._own(inputs, is_cut=is_cut)
         with guarded("training_step"):
             with step.microbatch(self.current_gradient_accumulation_steps, is_last=is_last):
                 step.begin(dict(inputs))
-                if isinstance(model, PipelinedModule):
-                    return pipeline_step(self, step, inputs, num_items_in_batch, is_last=is_last)
-                loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+                self._share = share
+                try:
+                    if is_cut:
+                        return pipeline_step(self, step, own, num_items_in_batch, is_last=is_last)
+                    loss = super().training_step(model, own, num_items_in_batch)  # type: ignore[misc]
+                finally:
+                    self._share = None
                 step.count()
             return loss
 
+    def _own(self, inputs: Any, *, is_cut: bool) -> tuple[Any, float | None]:
+        """Return the samples of a batch that count, and their weight if it is filled up.
+
+        A pipeline needs all rows, and leaves out those without labels.
+        """
+        last = self._last
+        if last is None or inputs is not last.batch:
+            return inputs, None
+        if not is_cut:
+            return last.own, last.share
+        is_mean = stated_scaling(self) is False
+        return (inputs, None) if last.masked is None or is_mean else (last.masked, last.share)
+
     def _overrides(self, name: str) -> bool:
         """Return True if a subclass of the Trainer has a method of its own in place of its."""
-        from transformers import Seq2SeqTrainer, Trainer
-
-        kinds = type(self).__mro__
-        below = kinds[kinds.index(_Planned) + 1 :]
-        return next(k for k in below if name in vars(k)) not in (Trainer, Seq2SeqTrainer)
+        return bool(own_methods(type(self), _Planned, name))
 
     def _count_labels(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
         """Return the number of labels that count, as the Trainer counts; None without labels."""
@@ -351,12 +357,35 @@ class _Planned:
             labels = labels[..., 1:]
         return (labels != IGNORED).sum()
 
-    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute a loss whose mean over the data ranks is the loss of one process.
+
+        The number of items is that of all ranks: the Trainer multiplies its own losses by the
+        number of ranks, but one that divides by it in a `compute_loss` of its own may not.
+        """
         assert self._step is not None
-        num_items = kwargs.get("num_items_in_batch", args[2] if len(args) > 2 else None)
-        self._is_counted = num_items is not None
-        with self._step.guarding_loss():
-            return super().compute_loss(model, *args, **kwargs)  # type: ignore[misc]
+        names = ("return_outputs", "num_items_in_batch")
+        kwargs.update(zip(names, args, strict=False))
+        number = kwargs.get("num_items_in_batch")
+        items = NumItems(number) if number is not None else None
+        if items is not None:
+            kwargs["num_items_in_batch"] = items.number
+        ranks = self._ranks()[0]
+        if self._ranks_read is None:
+            self._ranks_read = RanksRead(self.accelerator, ranks)
+        with self._step.guarding_loss(), self._ranks_read as seen:
+            found = super().compute_loss(model, inputs, **kwargs)  # type: ignore[misc]
+        is_used = items is not None and items.is_used and stated_scaling(self) is not False
+        self._is_counted = is_used
+        is_multiplied = seen.is_read or names_ranks(
+            own_methods(type(self), _Planned, "compute_loss")
+        )
+        factor = 1.0 if self._share is None or (is_used and self._share) else self._share
+        if is_used and not is_multiplied:
+            factor *= ranks
+        elif items is not None and not is_used and self.compute_loss_func is not None:
+            factor /= ranks  # The Trainer has multiplied a mean.
+        return times(found, factor)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         clip = applied(self._planned()).plan.spec.clip_grad_norm
@@ -382,58 +411,33 @@ class _Planned:
 
         The samples that fill up the last batch are repeated ones. They do not count.
         """
-        _, index = self._ranks()
-        left = self._rest()
-        if left is not None and getattr(self, "padding_free", False):
-            raise _filled_up("padding_free has its samples in one row, so they cannot be told from "
-                             "those that fill it")  # fmt: skip
-        size = own = 0
-        if left is not None:
-            from transformers.trainer_pt_utils import find_batch_size
-
-            size = find_batch_size(inputs) or 0
-            own = min(size, max(0, left - index * size))
-            cut = cut_rows(inputs, size, own)
-            labels = self._labels(inputs)
-            if cut is None and any(each.is_floating_point() for each in labels.values()):
-                # A loss of classes ignores the label -100; one of numbers does not.
-                raise _filled_up("not all of its values have a row for each sample, and no value "
-                                 "of float labels says that it does not count")  # fmt: skip
-            if cut is None or not own:
-                ignored = {name: each.clone() for name, each in labels.items()}
-                for each in ignored.values():
-                    each[own:] = IGNORED
-                inputs, own = {**inputs, **ignored}, size
-            else:
-                inputs = cut
+        last, own = self._rest(), 0
+        if last is not None:
+            inputs, own = evaluated(inputs, last)
         counted = self._count_labels(inputs)
         self._is_counted = False
         with guarded("prediction_step"):
             loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-            if own < size:
-                rest = fill_rows(rest, own, size)
+            if last is not None and own < last.size:
+                rest = fill_rows(rest, own, last.size)
             if loss is None or counted is None or stated_scaling(self) is False:
                 return (loss, *rest)  # Which the Trainer weights by samples.
-            if self._is_counted:
-                # The Trainer has divided by the tokens of all ranks, and multiplied by the ranks.
-                # Subclasses that evaluate by themselves, such as TRL's, may take this rank's mean.
-                loss = reduce(loss, "mean", self._planned())
-            else:
-                count = counted.double()
-                total = torch.where(count > 0, loss.double() * count, torch.zeros_like(count))
-                both = reduce(torch.stack((total, count)), "sum", self._planned())
-                loss = (both[0] / both[1]).to(loss.dtype)
+            # Subclasses that evaluate by themselves, such as TRL's, may take this rank's mean.
+            count = counted.double()
+            total = torch.where(count > 0, loss.double() * count, torch.zeros_like(count))
+            is_counted = torch.full_like(count, self._is_counted)
+            own_sum = torch.where(is_counted > 0, loss.double(), torch.zeros_like(count))
+            every = torch.stack((total, count, own_sum, is_counted))
+            total, count, shares, is_counted = reduce(every, "sum", self._planned())
+            # One that counts has divided by the tokens of all ranks, and multiplied by the ranks.
+            mean = shares / self._ranks()[0] if int(is_counted) else total / count
+            loss = mean.to(loss.dtype)
             return (loss, *rest)
 
-    def _labels(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the labels of a batch by name, without those that are one number."""
-        found = {name: inputs.get(name) for name in ("labels", "shift_labels")}
-        return {k: v for k, v in found.items() if isinstance(v, torch.Tensor) and v.ndim}
-
-    def _rest(self) -> int | None:
-        """Return the number of samples in the last batch of all data ranks; None if it is full."""
+    def _rest(self) -> Rest | None:
+        """Return what is known of a last batch that is filled up; None for any other batch."""
         state = self.accelerator.gradient_state
-        return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        return rest_of(state.active_dataloader, *self._ranks()) if state.end_of_dataloader else None
 
     @property
     def gather_function(self) -> Callable[[Any], Any]:
@@ -449,7 +453,8 @@ class _Planned:
 
         every = self.accelerator.gather(tensors)
         mesh, rest = applied(self._planned()).plan.mesh, self._rest()
-        return recursively_apply(lambda tensor: each_sample_once(tensor, mesh)[:rest], every)
+        left = None if rest is None else rest.left
+        return recursively_apply(lambda tensor: each_sample_once(tensor, mesh)[:left], every)
 
     # Checkpoints.
 
@@ -459,13 +464,21 @@ class _Planned:
         if self._step is None:
             super().save_model(folder, _internal_call)  # type: ignore[misc]
             return
-        save_pretrained(self._step.model, folder)
-        if self.processing_class is not None and self.args.should_save:
-            self.processing_class.save_pretrained(folder)
+        save_over(self._step.model, folder)
+        own = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if own is not None and self.args.should_save:
+            own.save_pretrained(folder)
+
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        folder = os.path.join(
+            self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}"
+        )
+        with in_place_of(folder):
+            super()._save_checkpoint(model, trial, *args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save(
-            os.path.join(output_dir, _STATE), self._planned(), self.optimizer,
+            os.path.join(output_dir, STATE), self._planned(), self.optimizer,
             step=self.state.global_step, scheduler=self.lr_scheduler,
         )  # fmt: skip
 
@@ -482,10 +495,4 @@ class _Planned:
         """Do nothing: `_prepare_for_training` loads weights and optimizer together."""
 
     def _load_best_model(self) -> None:
-        load(os.path.join(self.state.best_model_checkpoint, _STATE), self._planned())
-
-
-def _filled_up(why: str) -> ApplyError:
-    """Return the error of a last batch whose samples cannot be told from those that fill it."""
-    fix = "choose per_device_eval_batch_size so that all ranks together divide the samples"
-    return ApplyError(Problem(f"the last batch of the evaluation is filled up, and {why}", fix=fix))
+        load(os.path.join(self.state.best_model_checkpoint, STATE), self._planned())

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any, Final
 
 from meshplan.errors import ApplyError, Problem
+from meshplan.plan.plan import Plan
 
 _HOOKS: Final = (
     "create_accelerator_and_postprocess", "get_decay_parameter_names", "get_tp_size",
     "floating_point_ops", "_clip_grad_norm", "_get_dataloader", "_get_grad_norm",
-    "_load_best_model", "_prepare_for_training", "_save_optimizer_and_scheduler", "_save_scaler",
+    "_load_best_model", "_prepare_for_training", "_save_checkpoint", "get_batch_samples",
+    "_get_train_sampler", "_get_eval_sampler", "_save_optimizer_and_scheduler", "_save_scaler",
 )  # fmt: skip
 """Methods of the Trainer that a plan takes the place of; without them the plan would be ignored."""
+_DEFAULT_NORM: Final = 1.0
+"""`TrainingArguments.max_grad_norm` if it was left out."""
 
 
 def check_hooks(base: type) -> None:
@@ -51,10 +55,85 @@ def argument_problems(args: Any) -> list[Problem]:
         "gradient_checkpointing=True",
         "set it to False, and say activation_checkpointing: full in the plan",
     )
+    if get("train_sampling_strategy") == "batch_rebalance":
+        what = "train_sampling_strategy='batch_rebalance' was given, which gives the ranks unequal "
+        what += "numbers of samples"
+        problems.append(Problem(what, fix="use 'group_by_length', or leave it out"))
     for name in ("dispatch_batches", "split_batches"):
         fix = "leave it out: each data rank reads batches of per_device_train_batch_size"
         refuse(getattr(accelerator, name, None), f"accelerator_config.{name}=True", fix)
     if args.save_only_model and args.load_best_model_at_end:
         what = "load_best_model_at_end=True needs the state that save_only_model=True leaves out"
         problems.append(Problem(what, fix="leave out one of them"))
+    return problems
+
+
+def plan_problems(trainer: Any, plan: Plan) -> list[Problem]:
+    """Return what a Trainer and a plan contradict each other in, or no Trainer can do.
+
+    Args:
+        trainer: The Trainer.
+        plan: The plan as it was given.
+    """
+    args = trainer.args
+    spec = plan.spec
+    problems = []
+
+    def refuse(what: str, key: str, fix: str) -> None:
+        problems.append(Problem(what, spec.origin(key), fix))
+
+    if plan.assignment.stages is not None and getattr(args, "predict_with_generate", False):
+        refuse("predict_with_generate=True was given, but a pipeline cannot generate",
+               "mesh.pp", "leave it out, or use a plan without pp")  # fmt: skip
+    for name in ("bf16_full_eval", "fp16_full_eval", "torch_empty_cache_steps"):
+        if plan.assignment.stages is not None and getattr(args, name, None):
+            refuse(f"{name}={getattr(args, name)} was given, which has no effect on a pipeline",
+                   "mesh.pp", "leave it out")  # fmt: skip
+    if plan.assignment.stages is not None and trainer._overrides("training_step"):
+        refuse("the Trainer has a training_step of its own, which a pipeline would not call",
+               "mesh.pp", "use a plan without pp")  # fmt: skip
+    if plan.assignment.context is not None:
+        refuse("the Trainer counts tokens of whole sequences, which cp cuts", "mesh.cp",
+               "use a plan without cp, or a loop around meshplan.train_step")  # fmt: skip
+    placed = plan.assignment.tensors.values()
+    is_sharded = plan.assignment.wrapper == "units" or any(each.stored.axes for each in placed)
+    if args.optim == "adafactor" and is_sharded:
+        refuse(
+            "optim='adafactor' was given, which does not support sharded parameters, and the plan "
+            "shards them",
+            "strategy",
+            "use optim='adamw_torch', or strategy: ddp in the plan",
+        )
+    if spec.loss != "mean":
+        refuse(f"the plan states loss: {spec.loss}, but the Trainer weights tokens itself",
+               "loss", "leave it out")  # fmt: skip
+    if spec.precision.scales_loss:
+        refuse("the plan states a float16 loss scale, which the Trainer does not ask for",
+               "precision", "use precision: bf16-mixed")  # fmt: skip
+    given = "bf16" if args.bf16 else "fp16" if args.fp16 else ""
+    if given:
+        own = f"precision: {spec.precision.word}" if spec.precision.word else "no precision"
+        refuse(f"{given}=True was given, but the plan states {own}", "precision",
+               f"leave out {given}=, and state the precision in the plan")  # fmt: skip
+    if not args.average_tokens_across_devices:
+        refuse("average_tokens_across_devices=False weights the tokens of ranks unequally", "",
+               "leave it out")  # fmt: skip
+    batch = spec.batch
+    if (
+        batch.accumulate is not None or batch.global_ is not None
+    ) and args.gradient_accumulation_steps != plan.accumulate:
+        refuse(f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, but the "
+               f"plan accumulates over {plan.accumulate} microbatches", "batch.accumulate",
+               f"set gradient_accumulation_steps={plan.accumulate}")  # fmt: skip
+    if plan.micro is not None and args.per_device_train_batch_size != plan.micro:
+        refuse(f"per_device_train_batch_size is {args.per_device_train_batch_size}, but a "
+               f"microbatch of the plan has {plan.micro} samples", "batch.micro",
+               f"set per_device_train_batch_size={plan.micro}")  # fmt: skip
+    elif plan.micro is not None and args.auto_find_batch_size:
+        refuse("auto_find_batch_size changes the samples of a microbatch, which the plan "
+               "states", "batch.micro", "leave it out")  # fmt: skip
+    clip = spec.clip_grad_norm
+    if clip is not None and args.max_grad_norm not in (clip, _DEFAULT_NORM):
+        refuse(f"max_grad_norm is {args.max_grad_norm}, but the plan clips at {clip}",
+               "clip_grad_norm", "state it in one of them")  # fmt: skip
     return problems

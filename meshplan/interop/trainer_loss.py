@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -64,8 +64,9 @@ def with_share(output: Any, counted: torch.Tensor, num_items: Any) -> Any:
     loss = loss_of(output)
     if loss is None:
         return output
+    weight = counted / num_items
     # The mean of no losses is NaN, and so are its gradients.
-    share = loss * (counted / num_items) if int(counted) else zero_of(output, loss)
+    share = loss * weight if int(counted) else zero_of(output, loss)
     return replaced(output, share)
 
 
@@ -88,3 +89,101 @@ def fill_rows(values: Any, own: int, size: int) -> Any:
     """Return tensors of `own` rows with `size` rows: all ranks must gather as many."""
     rows = [*range(own), *[0] * (size - own)]
     return tree_map_only(torch.Tensor, lambda t: t[rows] if t.ndim and len(t) == own else t, values)
+
+
+class NumItems:
+    """The number of items in a batch, which notes whether a loss was divided by it."""
+
+    def __init__(self, number: Any) -> None:
+        self.is_used = False
+        noted = self
+
+        class Noted(torch.Tensor):
+            @classmethod
+            def __torch_function__(
+                cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                noted.is_used = True
+                plain, more = tree_map_only(
+                    cls, lambda t: t.as_subclass(torch.Tensor), (args, kwargs or {})
+                )
+                return func(*plain, **more)
+
+        self.plain = torch.as_tensor(number, dtype=torch.float32)
+        self.number = self.plain.as_subclass(Noted)
+        self.number.items = self
+
+
+def plain_number(number: Any, *, is_used: bool) -> float:
+    """Return a number of items as a number, noted as used if the loss is divided by it."""
+    items = getattr(number, "items", None)
+    return float(number if is_used or not isinstance(items, NumItems) else items.plain)
+
+
+class RanksRead:
+    """Notes whether a loss reads the number of ranks, by which the Trainer multiplies it.
+
+    Inside of it, that number is the one of the data ranks.
+
+    Args:
+        accelerator: The Trainer's Accelerator, which has the number.
+        ranks: Number of data ranks.
+
+    Attributes:
+        is_read: True if it was read.
+        is_inside: True while a loss is computed.
+    """
+
+    def __init__(self, accelerator: Any, ranks: int) -> None:
+        self.is_read = self.is_inside = False
+        self._accelerator, self._kind = accelerator, type(accelerator)
+        noted = self
+
+        class Counted(self._kind):  # type: ignore[name-defined]
+            @property
+            def num_processes(self) -> int:
+                noted.is_read = True
+                return ranks
+
+        self._counted = Counted
+
+    def __enter__(self) -> RanksRead:
+        self.is_read, self.is_inside = False, True
+        self._accelerator.__class__ = self._counted
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.is_inside = False
+        self._accelerator.__class__ = self._kind
+
+
+def names_ranks(functions: Iterable[Any]) -> bool:
+    """Return True if code of a loss asks torch or the arguments for the number of ranks."""
+    names = {"get_world_size", "world_size"}
+    return any(
+        names.intersection(code.co_names)
+        for each in functions
+        if (code := getattr(each, "__code__", None)) is not None
+    )
+
+
+def own_methods(kind: type, after: type, name: str) -> list[Any]:
+    """Return the methods of a name that subclasses of the Trainer have of their own.
+
+    Args:
+        kind: The class of the Trainer.
+        after: The class of its bases behind which they are.
+        name: The name.
+    """
+    from transformers import Seq2SeqTrainer, Trainer
+
+    kinds = kind.__mro__
+    below = kinds[kinds.index(after) + 1 : kinds.index(Trainer)]
+    return [vars(each)[name] for each in below if name in vars(each) and each is not Seq2SeqTrainer]
+
+
+def times(found: Any, factor: float) -> Any:
+    """Return a loss, or a pair of it and outputs, with the loss multiplied."""
+    if factor == 1.0:
+        return found
+    return (found[0] * factor, *found[1:]) if isinstance(found, tuple) else found * factor

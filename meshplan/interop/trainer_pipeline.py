@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.interop.external_step import ExternalStep
@@ -70,16 +69,15 @@ def _loss_of_part(
     """
     counted = trainer._count_labels(part)
     answer = LastStage(model, output, part, counted)
-    items = NumItems(num_items) if num_items is not None else None
-    loss = trainer.compute_loss(
-        answer, dict(part), num_items_in_batch=items.number if items is not None else None
-    )
+    loss = trainer.compute_loss(answer, dict(part), num_items_in_batch=num_items)
     if loss.is_meta:
         what = "compute_loss returned a loss on the device meta: a pipeline's last stage has "
         what += "the model's output, but not the parameters of the other stages"
         raise ApplyError(Problem(what, fix="use a plan without pp"))
+    if trainer._share == 0.0:
+        return zero_of(output, loss)  # Of samples that only fill up the last batch.
     stated = stated_scaling(trainer)
-    if stated or (stated is None and items is not None and items.is_used):
+    if stated or (stated is None and trainer._is_counted):
         return loss * model.pipeline.microbatches  # A share of the mean over the step.
     if stated is None and (trainer._overrides("compute_loss") or trainer.compute_loss_func):
         what = "compute_loss returned a mean over samples or tokens, and a pipeline does not "
@@ -92,27 +90,6 @@ def _loss_of_part(
             return zero_of(output, loss)
         return loss * (counted / whole * model.pipeline.microbatches)
     return loss
-
-
-class NumItems:
-    """The number of items in a batch, which notes whether a loss was divided by it."""
-
-    def __init__(self, number: Any) -> None:
-        self.is_used = False
-        noted = self
-
-        class Noted(torch.Tensor):
-            @classmethod
-            def __torch_function__(
-                cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-            ) -> Any:
-                noted.is_used = True
-                plain, more = tree_map_only(
-                    cls, lambda t: t.as_subclass(torch.Tensor), (args, kwargs or {})
-                )
-                return func(*plain, **more)
-
-        self.number = torch.as_tensor(number, dtype=torch.float32).as_subclass(Noted)
 
 
 class LastStage:

@@ -298,6 +298,7 @@ def errors_at_construction(folder: str) -> dict[str, str]:
         "parallelism": {"later": {"parallelism_config": object()}},
         "checkpointing": {"given": {"gradient_checkpointing": True}},
         "dispatch": {"given": {"accelerator_config": {"dispatch_batches": True}}},
+        "rebalance": {"given": {"train_sampling_strategy": "batch_rebalance"}},
         "split": {"given": {"accelerator_config": {"split_batches": True}}},
         "best": {"given": best},
         "scheduler": {"optimizers": (None, LambdaLR(sgd, lambda step: 1.0))},

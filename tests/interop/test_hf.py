@@ -145,6 +145,7 @@ AT_CONSTRUCTION = {
     "parallelism": ("parallelism_config= was given", "leave it out"),
     "checkpointing": ("gradient_checkpointing=True was given", "activation_checkpointing: full"),
     "dispatch": ("accelerator_config.dispatch_batches=True was given", "leave it out"),
+    "rebalance": ("train_sampling_strategy='batch_rebalance' was given", "use 'group_by_length'"),
     "split": ("accelerator_config.split_batches=True was given", "leave it out"),
     "best": ("load_best_model_at_end=True needs the state", "leave out one of them"),
     "scheduler": ("optimizers= was given", "override create_scheduler"),

@@ -1,0 +1,279 @@
+"""Trainers with data and losses that are not the plain ones, alone and under plans of 4 ranks.
+
+Import it in a job only: it imports accelerate.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.utils.data import IterableDataset, Subset, WeightedRandomSampler
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import meshplan
+from tests.helpers.hf_jobs import MICRO, PLANS, Norms, Texts, model, scoring, unscaled
+from tests.helpers.lit import launched
+
+RANKS: Final = {"": 1, "tp_fsdp": 2, "pp": 2}
+"""Data ranks of a plan, if they are not 4."""
+
+
+class Stream(IterableDataset[Any]):
+    """Sequences of unknown number."""
+
+    def __init__(self, num: int) -> None:
+        self.texts = Texts(num)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.texts[index] for index in range(len(self.texts)))
+
+
+class Classes(Texts):
+    """Sequences of one of 3 classes."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": self.tokens[index], "labels": index % 3}
+
+
+class Numbers(Texts):
+    """Sequences, each with one number to predict."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": self.tokens[index], "labels": float(index % 7) / 3 - 1}
+
+
+def classifying() -> Any:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=32, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, num_labels=3,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def entropy(outputs: Any, labels: Any, **how: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten(), **how)
+
+
+class Documented(Trainer):  # type: ignore[misc]
+    """The loss of its own that transformers' documentation shows."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = entropy(outputs, labels, reduction=reduction)
+        if num_items_in_batch is not None:
+            loss = loss / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+class OverRanks(Documented):
+    """The same, for several ranks."""
+
+    def compute_loss(self, *args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(*args, return_outputs=True, **kwargs)
+        loss = loss * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
+class Mean(Trainer):  # type: ignore[misc]
+    """A mean over samples, whatever number of items there is."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = entropy(outputs, labels, label_smoothing=0.1)
+        return (loss, outputs) if return_outputs else loss
+
+
+class Drawn(Trainer):  # type: ignore[misc]
+    """Draws fewer samples than there are."""
+
+    def _get_train_sampler(self, *args: Any) -> Any:
+        generator = torch.Generator().manual_seed(4)
+        return WeightedRandomSampler([1.0, 2.0] * 16, 21, generator=generator)
+
+
+def mean_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A `compute_loss_func` that ignores the number of items."""
+    return entropy(outputs, labels)
+
+
+def masked(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """Hide tokens at random, as for BERT."""
+    ids = torch.stack([each["input_ids"] for each in samples])
+    is_hidden = torch.rand(ids.shape) < 0.3
+    return {
+        "input_ids": ids.masked_fill(is_hidden, 63),
+        "labels": ids.masked_fill(~is_hidden, -100),
+    }
+
+
+CASES: Final[Mapping[str, dict[str, Any]]] = {
+    "tokens": {"data": Texts(29), "accumulate": 2},
+    "classes": {"model": classifying, "data": Classes(29)},
+    "numbers": {"model": scoring, "data": Numbers(21)},
+    "few": {"data": Texts(3)},
+    "smoothing": {"data": Texts(29), "label_smoothing_factor": 0.1},
+    "stream": {"data": Stream(29), "accumulate": 2, "max_steps": 4},
+    "worker": {"data": Stream(29), "max_steps": 4, "dataloader_num_workers": 1},
+    "drawn": {"base": Drawn, "data": Texts(32)},
+    "lengths": {"data": Texts(450), "max_steps": 12, "train_sampling_strategy": "group_by_length"},
+    "documented": {"model": classifying, "base": Documented, "data": Classes(29), "accumulate": 2},
+    "over_ranks": {"model": classifying, "base": OverRanks, "data": Classes(29), "accumulate": 2},
+    "mean": {"model": classifying, "base": Mean, "data": Classes(32)},
+    "ignoring": {
+        "model": classifying, "compute_loss_func": mean_loss, "data": Classes(29),
+    },
+}  # fmt: skip
+"""Arguments of the Trainer, or of TrainingArguments."""
+OF_TRAINER: Final = ("compute_loss_func", "data_collator", "callbacks")
+
+
+def _evaluated(data: Any) -> Any:
+    return Stream(13) if isinstance(data, Stream) else Subset(data, range(min(len(data), 13)))
+
+
+def _made(name: str, folder: str, case: Mapping[str, Any]) -> tuple[Any, Norms]:
+    given = dict(case)
+    base, make = given.pop("base", Trainer), given.pop("model", model)
+    data, micro = given.pop("data"), MICRO // RANKS.get(name, 4)
+    of_trainer = {key: given.pop(key) for key in OF_TRAINER if key in given}
+    seen = Norms()
+    of_trainer["callbacks"] = [seen, *of_trainer.get("callbacks", ())]
+    args = TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=micro, per_device_eval_batch_size=micro,
+        gradient_accumulation_steps=given.pop("accumulate", 1), learning_rate=0.5, optim="sgd",
+        num_train_epochs=given.pop("epochs", 2), max_grad_norm=0.5, logging_steps=1, use_cpu=True,
+        report_to=[], disable_tqdm=True, save_strategy=given.pop("save_strategy", "no"), seed=3,
+        include_num_input_tokens_seen="all", **given,
+    )  # fmt: skip
+    plan = {"plan": {"version": 1, **PLANS[name]}} if name else {}
+    made = meshplan.trainer(base) if name else base
+    runner = made(
+        model=make(), args=args, train_dataset=data,
+        eval_dataset=_evaluated(data),
+        **of_trainer, **plan,
+    )  # fmt: skip
+    return runner, seen
+
+
+def _run(name: str, folder: str, case: Mapping[str, Any]) -> dict[str, Any]:
+    runner, seen = _made(name, folder, case)
+    runner.train()
+    return {
+        "losses": seen.losses, "norms": seen.norms, "eval_loss": runner.evaluate()["eval_loss"],
+        "tokens": runner.state.num_input_tokens_seen, "flops": runner.state.total_flos,
+    }  # fmt: skip
+
+
+class Again(TrainerCallback):
+    """Saves at the end of an epoch, after its last step has been saved."""
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
+        control.should_save = True
+        return control
+
+
+def _start_workers() -> None:
+    """Let a rank of a pool, which is a daemon, start workers of a DataLoader."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    torch.multiprocessing.set_start_method("fork", force=True)
+
+
+def _in_ranks(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a function in ranks of a pool, with torchrun's variables."""
+
+    @functools.wraps(run)
+    def wrapped(*args: Any) -> Any:
+        with launched():
+            os.environ["ACCELERATE_USE_CPU"] = "true"
+            _start_workers()
+            return run(*args)
+
+    return wrapped
+
+
+def alone(folder: str) -> dict[str, Any]:
+    """Run all cases in one process, with transformers alone."""
+    _start_workers()
+    return {case: _run("", f"{folder}/{case}", CASES[case]) for case in CASES}
+
+
+@_in_ranks
+def planned(name: str, folder: str, cases: tuple[str, ...]) -> dict[str, Any]:
+    """Run cases under a plan."""
+    return {case: _run(name, f"{folder}/{case}", CASES[case]) for case in cases}
+
+
+@_in_ranks
+def hiding(name: str, folder: str) -> list[float]:
+    """Return the losses of a model that learns hidden tokens, which workers draw."""
+    case = {"model": unscaled, "data": Texts(16), "data_collator": masked,
+            "dataloader_num_workers": 1}  # fmt: skip
+    runner, seen = _made(name, folder, case)
+    runner.train()
+    return seen.losses
+
+
+@_in_ranks
+def written_over(name: str, folder: str) -> dict[str, Any]:
+    """Train twice into one folder, then go on from it after its newest checkpoint was cut off."""
+    case = {"data": Texts(32), "save_strategy": "steps", "save_steps": 2, "callbacks": [Again()]}
+    for _ in range(2):
+        runner, seen = _made(name, folder, case)
+        runner.train()
+        runner.save_model()
+    before = seen.losses
+    torch.distributed.barrier()
+    if meshplan.is_main():
+        Path(folder, "checkpoint-8", "trainer_state.json").unlink()
+    torch.distributed.barrier()
+    runner, seen = _made(name, folder, case)
+    runner.train(resume_from_checkpoint=True)
+    return {"before": before, "after": seen.losses,
+            "files": sorted(each.name for each in Path(folder).iterdir())}  # fmt: skip
+
+
+@_in_ranks
+def error_of_rows(name: str, folder: str) -> str:
+    """Return the error of an evaluation whose samples are in one row."""
+    from transformers import DataCollatorWithFlattening
+
+    case = {"data": Texts(32), "data_collator": DataCollatorWithFlattening()}
+    runner, _ = _made(name, folder, case)
+    try:
+        runner.evaluate()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@_in_ranks
+def error_of_adafactor(name: str, folder: str) -> str:
+    """Return the error of training with transformers' Adafactor."""
+    runner, _ = _made(name, folder, {"data": Texts(8)})
+    runner.args.optim = "adafactor"
+    try:
+        runner.train()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,110 @@
+"""The Trainer with data that do not fill the last batch, losses of its own, and used folders.
+
+Which seeded bug would this catch? Samples that are trained on twice because they fill up a batch,
+a loss that is divided by the items of all ranks and by the ranks once more, a mean that is
+multiplied by the ranks, batches that are grouped by length on each rank, workers of ranks along tp
+that draw other tokens, and a job that ends because a checkpoint of its step is there already.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[dev]'")
+pytest.importorskip("lightning", reason="lightning is not installed: its helpers start the ranks")
+
+PLANS = ("ddp", "hybrid", "tp_fsdp", "pp")
+ALL = (
+    "tokens", "classes", "numbers", "few", "smoothing", "stream", "worker", "drawn", "lengths",
+    "documented", "over_ranks", "mean", "ignoring",
+)  # fmt: skip
+NOT_UNDER_PP = ("numbers", "over_ranks", "mean", "ignoring")
+"""A stage cannot tell samples without classes apart, nor what a mean of its own is over."""
+
+
+def jobs():
+    return importlib.import_module("tests.helpers.hf_odd")
+
+
+# Functions of the pool's ranks, which import transformers' Trainer there.
+
+
+def alone(*args):
+    return jobs().alone(*args)
+
+
+def planned(*args):
+    return jobs().planned(*args)
+
+
+def hiding(*args):
+    return jobs().hiding(*args)
+
+
+def written_over(*args):
+    return jobs().written_over(*args)
+
+
+def error_of_rows(*args):
+    return jobs().error_of_rows(*args)
+
+
+@pytest.fixture(scope="module")
+def one_process(pool, tmp_path_factory):
+    """The figures of all cases in one process."""
+    (found,) = pool(1).run(alone, str(tmp_path_factory.mktemp("alone")), timeout=240)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [each if each == "tp_fsdp" else pytest.param(each, marks=pytest.mark.wide) for each in PLANS],
+)
+def test_all_numbers_are_those_of_one_process(pool, one_process, tmp_path: Path, name):
+    cases = tuple(each for each in ALL if name != "pp" or each not in NOT_UNDER_PP)
+    for every in pool(4).run(planned, name, str(tmp_path), cases, timeout=480):
+        for case, found in every.items():
+            expected = one_process[case]
+            for key in ("losses", "norms", "eval_loss"):
+                assert found[key] == pytest.approx(expected[key], rel=2e-6), (case, key)
+            assert found["tokens"] == expected["tokens"], case
+            assert found["flops"] == pytest.approx(expected["flops"], rel=1e-3), case
+
+
+def test_workers_of_ranks_along_tp_draw_the_same(pool, tmp_path: Path):
+    losses = pool(4).run(hiding, "tp_fsdp", str(tmp_path), timeout=240)
+    assert all(each == losses[0] for each in losses)
+    assert len(losses[0]) == 4
+
+
+def test_checkpoints_are_written_over_and_the_newest_whole_one_is_taken(pool, tmp_path: Path):
+    for found in pool(4).run(written_over, "hybrid", str(tmp_path), timeout=240):
+        assert found["after"] == pytest.approx(found["before"][6:], rel=1e-6)
+        checkpoints = [f"checkpoint-{step}" for step in (2, 4, 6, 8)]
+        assert [each for each in found["files"] if "checkpoint" in each] == checkpoints
+        assert not [each for each in found["files"] if "incomplete" in each]
+
+
+def test_samples_in_one_row_cannot_be_told_from_those_that_fill_it(pool, tmp_path: Path):
+    for found in pool(4).run(error_of_rows, "ddp", str(tmp_path), timeout=240):
+        assert "its 2 samples are in 1 row" in found
+        assert "choose per_device_eval_batch_size" in found
+
+
+def error_of_adafactor(*args):
+    return jobs().error_of_adafactor(*args)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["hybrid", "tp_fsdp", "ddp"])
+def test_an_optimizer_that_cannot_step_on_shards_is_refused(pool, tmp_path: Path, name):
+    for found in pool(4).run(error_of_adafactor, name, str(tmp_path), timeout=240):
+        if name == "ddp":
+            assert found == ""
+        else:
+            assert "PlanError" in found
+            assert "optim='adafactor' was given" in found
+            assert "use optim='adamw_torch'" in found
