@@ -198,11 +198,15 @@ class PlannedRanks:
             return _alone()
         return submesh(state.mesh, GRADIENT_AXES, flat=True).get_group()
 
+    def _group(self, group: Any) -> Any:
+        """Return the ranks to reduce over; the world is what Lightning asks for if not told."""
+        return self._values_group() if group in (None, dist.group.WORLD) else group
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks with different samples or tokens, or over `group`."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        group = group if group is not None else self._values_group()
+        group = self._group(group)
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -211,7 +215,7 @@ class PlannedRanks:
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack a tensor of the ranks with different samples or tokens, or those of `group`."""
-        group = group if group is not None else self._values_group()
+        group = self._group(group)
         return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

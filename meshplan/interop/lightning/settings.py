@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 
-from meshplan.errors import PlanError, Problem
+from meshplan.errors import ApplyError, PlanError, Problem
 from meshplan.spec.spec import Spec
 
 
@@ -21,6 +25,21 @@ def check_sync_batchnorm(spec: Spec, *, is_asked: bool) -> None:
         what = "Trainer(sync_batchnorm=True) was given, but the plan does not state sync_batchnorm"
         fix = "state sync_batchnorm: true in the plan, which does it under the Trainer too"
         raise PlanError(Problem(what, spec.origin("sync_batchnorm"), fix))
+
+
+def check_averaging(trainer: Any, *, is_sharded: bool) -> None:
+    """Raise if a callback averages weights of which each rank has a shard.
+
+    Raises:
+        ApplyError: It does.
+    """
+    kinds = (WeightAveraging, StochasticWeightAveraging)
+    for each in trainer.callbacks:
+        if is_sharded and isinstance(each, kinds):
+            what = f"{type(each).__name__} averages whole parameters, and the plan shards them"
+            fix = "leave it out and use meshplan.EMA(trainer.strategy.network, optimizer), or "
+            fix += "strategy: ddp in the plan"
+            raise ApplyError(Problem(what, fix=fix))
 
 
 def take_settings(trainer: Any, spec: Spec, planned: int) -> None:

@@ -31,12 +31,13 @@ from meshplan.interop.lightning.parallel import (
     refuse_two_scaled,
 )
 from meshplan.interop.lightning.precision import PlannedPrecision
-from meshplan.interop.lightning.settings import check_sync_batchnorm, take_settings
+from meshplan.interop.lightning.settings import check_averaging, check_sync_batchnorm, take_settings
 from meshplan.interop.lightning.states import (
     load_checkpoint,
     remove_checkpoint,
     save_checkpoint,
 )
+from meshplan.runtime.apply.data.data import Replicated
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import Applied, applied
 from meshplan.runtime.base.mesh import JOIN_TIMEOUT
@@ -189,6 +190,8 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
             network = parallelize(
                 own, self._plan, example_inputs=inputs, allow_code=self._allow_code
             )
+        if isinstance(network, Replicated):
+            network.shows_model = True  # The LightningModule reads config, layers, and the like.
         if network is not self._network:
             self._network, self._step = network, ExternalStep(network)
         if self._path:
@@ -205,6 +208,7 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
             module.named_parameters = partial(_named_parameters, module, network, self._path)
         _give_groups(module, self._values_group())
         if trainer.state.fn == TrainerFn.FITTING:
+            check_averaging(trainer, is_sharded=not isinstance(network, Replicated))
             take_settings(trainer, self.spec, applied(network).given.accumulate)
 
     def _check_pipeline(self, trainer: Any) -> None:

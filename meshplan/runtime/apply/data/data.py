@@ -37,7 +37,15 @@ _DDP_WORDS = {"bucket_mb": "bucket_cap_mb"}
 
 
 class Replicated(DistributedDataParallel):
-    """DistributedDataParallel whose AttributeError says where the model's attributes are."""
+    """DistributedDataParallel whose errors say where the model's attributes and items are.
+
+    Attributes:
+        shows_model: If True, those of the model are read through it instead, for code that knows
+            no wrapper. Gradients of a part that is called alone are not averaged; the first step
+            finds this.
+    """
+
+    shows_model = False
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -46,9 +54,19 @@ class Replicated(DistributedDataParallel):
             inner = vars(self).get("_modules", {}).get("module")
             if inner is None or not hasattr(inner, name):
                 raise
+            if self.shows_model:
+                return getattr(inner, name)
         raise AttributeError(
             f"'{name}' is an attribute of the model inside DistributedDataParallel: read it as "
             f"model.module.{name}; to train, call the model itself, so that gradients are averaged"
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        if self.shows_model:
+            return self.module[key]
+        raise TypeError(
+            f"item {key!r} is one of the model inside DistributedDataParallel: read it as "
+            f"model.module[{key!r}]"
         )
 
 

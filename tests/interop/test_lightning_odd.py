@@ -1,0 +1,51 @@
+"""What LightningModules do besides steps: gather, read parts of the network, average weights.
+
+Which seeded bug would this catch? `self.all_gather` that counts ranks along tp, since Lightning
+asks for the world if it is told no group; a network under ddp whose layers cannot be read; and a
+traceback of DTensor where weights of shards are averaged.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+pytest.importorskip("lightning", reason="lightning is not installed: pip install -e '.[lightning]'")
+
+
+def jobs():
+    return importlib.import_module("tests.helpers.lit_odd")
+
+
+# Functions of the pool's ranks, which import Lightning there.
+
+
+def alone(*args):
+    return jobs().alone(*args)
+
+
+def planned(*args):
+    return jobs().planned(*args)
+
+
+def averaging(*args):
+    return jobs().averaging(*args)
+
+
+@pytest.mark.parametrize(("name", "unfreezes"), [("tp_fsdp", False), ("ddp", True)])
+def test_each_sample_is_gathered_once_and_layers_can_be_read(pool, name, unfreezes):
+    (expected,) = pool(1).run(alone, unfreezes, timeout=240)
+    assert expected["rows"] == 16
+    for found in pool(4).run(planned, name, unfreezes, timeout=240):
+        assert found == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.parametrize("name", ["tp_fsdp", "ddp"])
+def test_averages_of_shards_are_refused(pool, name):
+    for found in pool(4).run(averaging, name, timeout=240):
+        if name == "ddp":
+            assert found == ""
+        else:
+            assert "EMAWeightAveraging averages whole parameters, and the plan shards them" in found
+            assert "meshplan.EMA" in found
