@@ -1,7 +1,7 @@
 """Does `parallelize` add to the step? Beside hand-written torch code for the same layout.
 
     python -m tests.bench.step_overhead [--steps 100] [--layouts full_shard tp] [--seq-len 64]
-                                        [--dim 16]
+                                        [--dim 16] [--blocks 4]
 
 Both models live in the same processes and take turns, step by step, in the order A B B A, so that
 whatever else the machine does hits both alike. A ratio is the median over the pairs of steps; the
@@ -18,6 +18,10 @@ gradient, one small all-reduce a step (FSDP2 only): where the wrapping's time go
 loss. Rows "checks" run `train_step` on two models that `parallelize` made, one of them without any
 of the checks of `runtime.checks` and their like: their CPU time per step is told of all steps
 together too, those at which more is looked at (16, 32, 64, ...) among them.
+
+The layouts whose names begin with "local" are beside `tests.bench.megatron_layers`: tensor
+parallelism written by hand on local tensors, without DTensor. Of these, rows "pass" are a forward
+and a backward without the optimizer, whose operators on DTensors cost what they cost under FSDP2.
 """
 
 from __future__ import annotations
@@ -28,13 +32,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Final, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
@@ -56,6 +61,7 @@ from meshplan.runtime.demo_model import ByteLlama, ByteLlamaConfig, next_byte_lo
 from meshplan.runtime.train import step as train
 from meshplan.runtime.watch import guard
 from meshplan.spec.recipes import recipe_path
+from tests.bench.megatron_layers import by_hand
 from tests.helpers.pool import Pool
 
 TARGET: Final = 1.02
@@ -70,10 +76,15 @@ class Layout(NamedTuple):
     recipe: str
     mesh: dict[str, int]
     by_hand: Callable[[nn.Module, dict[str, int]], nn.Module]
+    overrides: tuple[str, ...] = ()
+    contests: tuple[str, ...] = ("wrapping", "train_step", "checks", "agreement")
 
 
-def by_hand_full_shard(model: nn.Module, sizes: dict[str, int]) -> nn.Module:
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+def by_hand_full_shard(
+    model: nn.Module, sizes: dict[str, int], mesh: DeviceMesh | None = None
+) -> nn.Module:
+    if mesh is None:
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -96,6 +107,14 @@ def by_hand_tp(model: nn.Module, sizes: dict[str, int]) -> nn.Module:
         for layer in model.layers:
             fully_shard(layer, mesh=mesh["dp_shard"])
         fully_shard(model, mesh=mesh["dp_shard"])
+    return model
+
+
+def by_hand_local(model: nn.Module, sizes: dict[str, int], *, is_sequence: bool = False) -> Any:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    by_hand(model, mesh["tp"].get_group(), is_sequence=is_sequence)
+    if "dp_shard" in sizes:
+        by_hand_full_shard(model, {"dp_shard": sizes["dp_shard"]}, mesh["dp_shard"])
     return model
 
 
@@ -138,28 +157,39 @@ def _nothing(*unused: Any) -> None:
     """In place of a check; a `Mock` would take longer than some of them."""
 
 
+_LOCAL: Final = ("wrapping", "pass")
 LAYOUTS: Final = {
     "full_shard": Layout("full_shard", {"dp_shard": 2}, by_hand_full_shard),
     "hybrid_shard": Layout("hybrid_2x4", {"dp_replicate": 2, "dp_shard": 2}, by_hand_full_shard),
     "ddp": Layout("ddp", {"dp_replicate": 2}, by_hand_ddp),
     "tp": Layout("tp", {"tp": 2}, by_hand_tp),
     "tp_full_shard": Layout("tp_full_shard", {"dp_shard": 2, "tp": 2}, by_hand_tp),
-}
+    "local_tp": Layout("tp", {"tp": 2}, by_hand_local, (), _LOCAL),
+    "local_sp": Layout(
+        "tp_auto", {"tp": 2}, partial(by_hand_local, is_sequence=True),
+        ("sequence_parallel=true",), _LOCAL,
+    ),
+    "local_tp_full_shard": Layout(
+        "tp_full_shard", {"dp_shard": 2, "tp": 2}, by_hand_local, (), _LOCAL
+    ),
+}  # fmt: skip
 
 
 def plan_of(layout: Layout) -> meshplan.Spec:
     """The recipe on this mesh, without clipping: the loops by hand do not clip."""
     mesh = "{" + ", ".join(f"{axis}: {size}" for axis, size in layout.mesh.items()) + "}"
-    overrides = [f"mesh={mesh}", "hardware=", "batch=", "clip_grad_norm="]
+    overrides = [f"mesh={mesh}", "hardware=", "batch=", "clip_grad_norm=", *layout.overrides]
     return meshplan.load_spec(recipe_path(layout.recipe), overrides)
 
 
-def measure(name: str, steps: int, seq_len: int, dim: int) -> dict[str, list[tuple[float, float]]]:
+def measure(
+    name: str, steps: int, seq_len: int, dim: int, blocks: int
+) -> dict[str, list[tuple[float, float]]]:
     """(wall, CPU) seconds of every timed step on this rank, by contender."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     layout = LAYOUTS[name]
-    planned = meshplan.parallelize(build(dim), plan_of(layout))
-    hand = layout.by_hand(build(dim), layout.mesh)
+    planned = meshplan.parallelize(build(dim, blocks), plan_of(layout))
+    hand = layout.by_hand(build(dim, blocks), layout.mesh)
     compare_shapes(planned, hand)
     optimizers = {model: torch.optim.AdamW(model.parameters()) for model in (planned, hand)}
     mesh = Mesh.of(layout.mesh)
@@ -181,12 +211,16 @@ def measure(name: str, steps: int, seq_len: int, dim: int) -> dict[str, list[tup
             dist.all_reduce(loss, group=planned.meshplan.mesh["dp_shard"].get_group())
         float(loss)
 
+    def passed(model: nn.Module) -> None:
+        next_byte_loss(model(inputs), targets).backward()
+        model.zero_grad(set_to_none=True)
+
     with unchecked():
-        bare = meshplan.parallelize(build(dim), plan_of(layout))
+        bare = meshplan.parallelize(build(dim, blocks), plan_of(layout))
     optimizers[bare] = torch.optim.AdamW(bare.parameters())
 
     with mock.patch.object(gradients, "on_reduction", return_value=False):
-        parted = meshplan.parallelize(build(dim), plan_of(layout))
+        parted = meshplan.parallelize(build(dim, blocks), plan_of(layout))
     optimizers[parted] = torch.optim.AdamW(parted.parameters())
 
     def step_bare() -> None:
@@ -198,8 +232,11 @@ def measure(name: str, steps: int, seq_len: int, dim: int) -> dict[str, list[tup
         ("train_step", train_step, reported, unlooked),
         ("checks", train_step, step_bare, unchecked),
         ("agreement", lambda: plain(planned), lambda: plain(parted), nullcontext),
+        ("pass", lambda: passed(planned), lambda: passed(hand), unlooked),
     )
     for what, ours, theirs, around in contests:
+        if what not in layout.contests:
+            continue
         if what == "checks":  # The planned model goes on by itself.
             compare_losses(planned, hand, inputs, targets)
         for number in range(WARM_UP + steps):
@@ -212,9 +249,9 @@ def measure(name: str, steps: int, seq_len: int, dim: int) -> dict[str, list[tup
     return out
 
 
-def build(dim: int) -> ByteLlama:
+def build(dim: int, blocks: int) -> ByteLlama:
     torch.manual_seed(0)
-    return ByteLlama(ByteLlamaConfig(dim=dim, ffn_dim=11 * dim // 4))
+    return ByteLlama(ByteLlamaConfig(dim=dim, ffn_dim=11 * dim // 4, num_layers=blocks))
 
 
 def batch(index: int, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -271,6 +308,7 @@ def main(arguments: Any = None) -> int:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--seq-len", type=int, default=SEQ_LEN, help="longer steps hide more")
     parser.add_argument("--dim", type=int, default=ByteLlamaConfig().dim, help="of the model")
+    parser.add_argument("--blocks", type=int, default=ByteLlamaConfig().num_layers)
     asked = parser.parse_args(arguments)
     print(f"{'layout':14} {'ranks':>5} {'compared':11} {'by hand':>9} {'meshplan':>9}"
           f"  {'wall ratio':22} {'CPU ratio':22} added")  # fmt: skip
@@ -278,10 +316,12 @@ def main(arguments: Any = None) -> int:
     for name in asked.layouts:
         world = Mesh.of(LAYOUTS[name].mesh).world_size
         pool = Pool(world)
-        timeout = 60 + 4.0 * asked.steps * max(1.0, asked.seq_len / SEQ_LEN)
-        rank_0 = pool.run(measure, name, asked.steps, asked.seq_len, asked.dim, timeout=timeout)[0]
+        timeout = 60 + 4.0 * asked.steps * max(1.0, asked.seq_len / SEQ_LEN, asked.blocks / 4)
+        rank_0 = pool.run(
+            measure, name, asked.steps, asked.seq_len, asked.dim, asked.blocks, timeout=timeout
+        )[0]
         pool.close()
-        for what in ("wrapping", "train_step", "checks", "agreement"):
+        for what in LAYOUTS[name].contests:
             ours, theirs = rank_0[f"{what} ours"], rank_0[f"{what} theirs"]
             wall, cpu = (
                 interval([a[i] / b[i] for a, b in zip(ours, theirs, strict=True)]) for i in (0, 1)

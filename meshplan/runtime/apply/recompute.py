@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.tensor_parallel.local_tensors import makes_addends
 from meshplan.runtime.apply.tensor_parallel.tensor_parallel import forget_entered
 from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import sums_over_ranks
@@ -55,7 +56,7 @@ def apply_recompute(model: nn.Module, plan: Plan) -> None:
         if recompute.policy.mode == "selective":
             saved = _saved_ops(recompute.policy.kept, recompute.reason.origin)
             # torch.compile would save the tensor of a sum over ranks before the collective's wait,
-            # and its graph has no DTensor by which `_makes_addends` could recognize partial sums.
+            # and its graph has no DTensor by which `_contracts_shards` could tell partial sums.
             if recompute.policy.keeps_sums and not plan.spec.compile:
                 saved |= sums_over_ranks()
             # Recomputing an FSDP unit that is still gathered calls `record_function` differently
@@ -214,12 +215,12 @@ def _saved_ops(words: tuple[str, ...], origin: Any) -> frozenset[Any]:
 
 
 def _policy(saved: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    if op in saved and not _makes_addends(args):
+    if op in saved and not (makes_addends() or _contracts_shards(args)):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _makes_addends(args: tuple[Any, ...]) -> bool:
+def _contracts_shards(args: tuple[Any, ...]) -> bool:
     """Return True for arguments of a matrix product whose contracted dim is sharded over tp.
 
     The result is a partial sum. Instead of it, the sum over ranks is saved

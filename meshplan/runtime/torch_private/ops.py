@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -80,6 +80,9 @@ def optimizers_at_once() -> Iterator[None]:
             setattr(module, types, known)
 
 
+_STATES_GRADIENT: Final = "grad_placements" in signature(DTensor.from_local).parameters
+
+
 def as_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placement: Placement, gradient: Placement
 ) -> DTensor:
@@ -94,7 +97,7 @@ def as_dtensor(
         placement: The placement of the DTensor.
         gradient: The placement that its gradient is redistributed to.
     """
-    if "grad_placements" in signature(DTensor.from_local).parameters:
+    if _STATES_GRADIENT:
         return DTensor.from_local(
             local, mesh, [placement], run_check=False, grad_placements=[gradient]
         )

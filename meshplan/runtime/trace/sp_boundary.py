@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from meshplan.assign import SequenceBoundary
 from meshplan.errors import ApplyError, Problem
+from meshplan.runtime.torch_private.redistribution import Redistribution, redistributed
 
 
 def cross(module: nn.Module, crossing: SequenceBoundary, tp: DeviceMesh) -> None:
@@ -84,8 +85,7 @@ def check_even(x: torch.Tensor, tp: DeviceMesh) -> None:
 def _part(x: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
     """Return this rank's shard of a sequence, along dim 1; backward gathers the gradient shards."""
     check_even(x, tp)
-    whole = DTensor.from_local(x, tp, [Replicate()], run_check=False)
-    return whole.redistribute(placements=[Shard(1)]).to_local()
+    return redistributed(x, tp, Redistribution(Replicate(), Shard(1), Shard(1), Replicate()))
 
 
 def _gathered(x: torch.Tensor, tp: DeviceMesh, gradient: Replicate | Partial) -> torch.Tensor:
@@ -97,6 +97,4 @@ def _gathered(x: torch.Tensor, tp: DeviceMesh, gradient: Replicate | Partial) ->
         gradient: Placement of the result's gradient: `Replicate` if every rank computes all of it,
             `Partial` if the gradient is the sum over the ranks.
     """
-    part = DTensor.from_local(x, tp, [Shard(1)], run_check=False)
-    whole = part.redistribute(placements=[Replicate()])
-    return whole.to_local(grad_placements=[gradient])
+    return redistributed(x, tp, Redistribution(Shard(1), Replicate(), gradient, Shard(1)))

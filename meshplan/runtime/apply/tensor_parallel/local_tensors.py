@@ -1,15 +1,17 @@
 """Modules that compute on local tensors along tp, and the attributes that their code reads.
 
-For most modules, DTensor parameters suffice. But DTensor cannot shard each projection of a fused
-weight, or share a kv head among ranks; in these cases the module's code runs on plain tensors with
-this rank's rows. For an embedding sharded by rows, DTensor supports only the forward: its backward
+DTensor parameters suffice for any module, but each operator on them costs the host several times as
+much. So torch's own modules, whose computation is known, run on plain tensors with this rank's part
+of the parameters. So do modules for which DTensor has no rule: it cannot shard each projection of a
+fused weight, or share a kv head among ranks, and the backward of an embedding sharded by rows
 leaves the gradient of all rows on every rank.
 """
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from functools import wraps
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -22,6 +24,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.layout.layout import own_parts
 from meshplan.layout.styles import dims_of
 from meshplan.plan.plan import Plan
+from meshplan.runtime.torch_private.redistribution import Redistribution, local_part, redistributed
 
 
 def set_local_attributes(model: nn.Module, plan: Plan) -> None:
@@ -44,8 +47,38 @@ def set_local_attributes(model: nn.Module, plan: Plan) -> None:
         vars(module)[attribute.name] = attribute.local
 
 
+_makes_addends: ContextVar[bool] = ContextVar("makes_addends", default=False)
+
+
+def makes_addends() -> bool:
+    """Return True inside a module that computes this rank's addend of a sum over tp."""
+    return _makes_addends.get()
+
+
+_KNOWN: Final = {
+    nn.Linear: {"weight", "bias"},
+    nn.Embedding: {"weight"},
+    nn.LayerNorm: {"weight", "bias"},
+    nn.RMSNorm: {"weight"},
+}
+"""The parameters of those of torch's modules that take one token, or one row, at a time."""
+
+
+def is_known(module: nn.Module) -> bool:
+    """Return True if the forward of a module is torch's own, and is right on this rank's part.
+
+    It is not known of parametrized modules, whose weights are computed from other parameters, and
+    of embeddings with `max_norm` or `scale_grad_by_freq`, which depend on what all ranks look up.
+    """
+    forward = getattr(module.forward, "__func__", None)
+    return any(
+        isinstance(module, kind) and forward is kind.forward and names <= module._parameters.keys()
+        for kind, names in _KNOWN.items()
+    ) and not (isinstance(module, nn.Embedding) and not _looks_up_only(module))
+
+
 def compute_locally(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
-    """Make a module's forward compute on local tensors: its inputs and this rank's rows of weights.
+    """Make a module's forward compute on local tensors: its inputs and this rank's part of weights.
 
     `module.forward` is wrapped, instead of hooked, so that a recomputed forward does the same.
 
@@ -55,14 +88,23 @@ def compute_locally(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
         tp: The mesh of tp.
     """
     forward, kind, cut_dim = module.forward, use.style.kind, use.style.cut_dim
-    rows = own_parts(use.pieces, tp.get_local_rank(), tp.size())
+    rows = own_parts(use.pieces, tp.get_local_rank(), tp.size()) if use.pieces else ()
+    # A replicated parameter whose result is added up over the ranks: each adds its share.
+    share = Redistribution(Replicate(), Partial(), Replicate(), Replicate())
+    is_added = use.style.output[0] == "P"
 
-    def own(name: str, parameter: DTensor) -> torch.Tensor:
+    def own(name: str, parameter: torch.Tensor) -> torch.Tensor:
+        if not isinstance(parameter, DTensor):
+            return parameter
+        if parameter.placements != (Replicate(),):
+            return local_part(parameter)
+        if is_added:
+            return redistributed(local_part(parameter), tp, share)
+        # Each rank computes the gradient of its rows or tokens; their sum is the full gradient.
+        whole = local_part(parameter, Partial())
         dims = dims_of(kind, name, parameter.ndim)
-        if cut_dim not in dims or parameter.placements != (Replicate(),):
-            return parameter.to_local()
-        # Each rank computes the gradient of its rows; the sum over ranks is the full gradient.
-        whole = parameter.to_local(grad_placements=[Partial()])
+        if cut_dim not in dims or not rows:
+            return whole
         dim = dims.index(cut_dim)
         return torch.cat([whole.narrow(dim, r.start, r.stop - r.start) for r in rows], dim)
 
@@ -70,12 +112,15 @@ def compute_locally(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
     def local(*args: Any, **kwargs: Any) -> Any:
         names = [name for name, value in module._parameters.items() if value is not None]
         shadowed = {name: value for name, value in vars(module).items() if name in names}
+        token = _makes_addends.set(True) if is_added else None
         try:
             for name in names:
                 # An instance attribute hides the parameter of the same name.
                 vars(module)[name] = own(name, shadowed.get(name, module._parameters[name]))
             return forward(*_plain(args), **{k: _plain((v,))[0] for k, v in kwargs.items()})
         finally:
+            if token is not None:
+                _makes_addends.reset(token)
             for name in names:
                 vars(module).pop(name, None)
             vars(module).update(shadowed)
@@ -86,21 +131,23 @@ def compute_locally(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
 def looks_up_own_rows(module: nn.Module, tp: DeviceMesh) -> bool:
     """Return True if `look_up_own_rows` can replace a module's forward.
 
-    An overridden forward may do more than look up rows. `max_norm` and `scale_grad_by_freq` depend
-    on the rows that all ranks look up. And every rank must have at least one row.
+    An overridden forward may do more than look up rows, and every rank must have at least one row.
     """
     if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
         return False
     part = -(-module.num_embeddings // tp.size())
-    has_rows = part * (tp.size() - 1) < module.num_embeddings
-    is_plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-    return has_rows and is_plain
+    return part * (tp.size() - 1) < module.num_embeddings and _looks_up_only(module)
+
+
+def _looks_up_only(module: nn.Embedding) -> bool:
+    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
 def look_up_own_rows(module: nn.Embedding, tp: DeviceMesh) -> None:
     """Make an embedding look up the rows on this rank and return zeros for all others, in place.
 
     The outputs of the ranks add up to the embedding, and each rank's gradient covers its own rows.
+    The output is a DTensor if the input is one.
     DTensor's own rule has no backward for a table sharded by rows (torch 2.13,
     distributed/tensor/_ops/_embedding_ops.py) and leaves the full table's gradient on every rank.
     FSDP2 units then accumulate it over microbatches: 4 + 8 GB for the vocabulary of Llama 405B.
@@ -109,15 +156,17 @@ def look_up_own_rows(module: nn.Embedding, tp: DeviceMesh) -> None:
     padding = -1 if module.padding_idx is None else module.padding_idx - first
 
     @wraps(module.forward)
-    def own(input: DTensor) -> DTensor:
+    def own(input: torch.Tensor) -> torch.Tensor:
         table = module.weight
         assert isinstance(table, DTensor)
-        rows = table.to_local()
-        at = input.to_local() - first
+        rows = local_part(table)
+        at = (input.to_local() if isinstance(input, DTensor) else input) - first
         elsewhere = (at < 0) | (at >= len(rows))
         at.masked_fill_(elsewhere, 0)
         found = F.embedding(at, rows, padding if 0 <= padding < len(rows) else None)
         found.masked_fill_(elsewhere.unsqueeze(-1), 0)
+        if not isinstance(input, DTensor):
+            return found
         return DTensor.from_local(found, tp, [Partial()], run_check=False)
 
     module.forward = own

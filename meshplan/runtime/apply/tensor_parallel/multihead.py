@@ -11,12 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from meshplan.assign import StyleUse
 from meshplan.errors import ApplyError, Problem
 from meshplan.layout.layout import own_parts
+from meshplan.runtime.torch_private.redistribution import Redistribution, local_part, redistributed
 
 
 def attend_by_heads(module: nn.MultiheadAttention, use: StyleUse, tp: DeviceMesh) -> None:
@@ -93,15 +94,16 @@ class _LocalHeads:
 
     def _input(self, x: Tensor) -> Tensor:
         """Return a replicated input as a tensor whose gradients are summed over the ranks of tp."""
-        whole = DTensor.from_local(x, self.tp, [Replicate()], run_check=False)
-        return whole.to_local(grad_placements=[Partial()])
+        return redistributed(
+            x, self.tp, Redistribution(Replicate(), Replicate(), Partial(), Replicate())
+        )
 
     def _own(self, parameter: Tensor) -> tuple[Tensor, ...]:
         """Return this rank's rows of q, k and v from a parameter that concatenates them."""
         assert isinstance(parameter, DTensor)
         if parameter.placements != (Replicate(),):
-            return parameter.to_local().chunk(3)
-        whole = parameter.to_local(grad_placements=[Partial()])
+            return local_part(parameter).chunk(3)
+        whole = local_part(parameter, Partial())
         return tuple(whole[rows] for rows in self.rows)
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -150,24 +152,27 @@ class _LocalHeads:
             own: The weights of this rank's heads, of shape (batch, heads, queries, keys).
             average: If True, return the mean, of shape (batch, queries, keys).
         """
-        where: Placement = Shard(1)
         if average:
-            own, where = own.sum(1) / self.module.num_heads, Partial()
-        parts = DTensor.from_local(own, self.tp, [where], run_check=False)
-        return parts.redistribute(placements=[Replicate()]).to_local()
+            return self._added(own.sum(1) / self.module.num_heads)
+        return redistributed(
+            own, self.tp, Redistribution(Shard(1), Replicate(), Replicate(), Shard(1))
+        )
 
     def combine(self, context: Tensor) -> Tensor:
         """Apply the output projection: sum over the heads of all ranks, then add the bias once."""
         projection = self.module.out_proj
-        addend = F.linear(context, _local(projection.weight))
-        parts = DTensor.from_local(addend, self.tp, [Partial()], run_check=False)
-        out = parts.redistribute(placements=[Replicate()]).to_local()
+        out = self._added(F.linear(context, _local(projection.weight)))
         bias: Tensor | None = projection.bias
         return out if bias is None else out + _local(bias)
 
+    def _added(self, addend: Tensor) -> Tensor:
+        """Return the sum of the ranks' addends, on every rank."""
+        add = Redistribution(Partial(), Replicate(), Replicate(), Replicate())
+        return redistributed(addend, self.tp, add)
+
 
 def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local_part(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from meshplan.assign import Placed, StyleUse
 from meshplan.errors import ApplyError, Problem
@@ -24,6 +31,7 @@ from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.loss.vocab_parallel_loss import leave_logits
 from meshplan.runtime.apply.tensor_parallel.local_tensors import (
     compute_locally,
+    is_known,
     look_up_own_rows,
     looks_up_own_rows,
     set_local_attributes,
@@ -33,6 +41,7 @@ from meshplan.runtime.base.compile import compiles
 from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import activation_placement, placement, submesh
 from meshplan.runtime.torch_private.ops import as_dtensor
+from meshplan.runtime.torch_private.redistribution import Redistribution, local_part, redistributed
 from meshplan.runtime.trace.sp_boundary import check_even, cross
 
 
@@ -62,17 +71,21 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
     for crossing in plan.assignment.crossings:
         cross(model.get_submodule(crossing.module), crossing, tp)
     outside = "S(1)" if plan.assignment.sequence_parallel else "R"
+    # Compiled code may use DTensors: their cost on the host is paid once, when it is traced.
+    is_compiled = compiles(model, plan)
     for fqn, use in plan.assignment.styles.items():
         module = model.get_submodule(fqn)
         if isinstance(module, nn.MultiheadAttention):
             attend_by_heads(module, use, tp)
             continue
-        if use.pieces:
-            compute_locally(module, use, tp)
-        elif use.style.cut_dim == "vocab" and looks_up_own_rows(module, tp):
+        hooks = _StyleHooks(use, tp, outside)
+        is_local = not is_compiled and hooks.suits_local(module)
+        if use.style.cut_dim == "vocab" and looks_up_own_rows(module, tp):
             look_up_own_rows(module, tp)
-        _flow(module, use, tp, outside)
-    if not compiles(model, plan):
+        elif use.pieces or is_local:
+            compute_locally(module, use, tp)
+        hooks.around(module, is_local=is_local)
+    if not is_compiled:
         for fqn in {fqn.rpartition(".")[0] for fqn in plan.assignment.styles}:
             model.get_submodule(fqn).register_forward_hook(forget_entered, always_call=True)
     set_local_attributes(model, plan)
@@ -118,7 +131,9 @@ def align_gradients(model: nn.Module, plan: Plan) -> None:
 
     def lay(gradient: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:
         assert isinstance(gradient, DTensor)
-        return gradient.redistribute(placements=placements)
+        # DTensor's own test whether there is anything to do takes 0.1 ms.
+        is_laid = gradient.placements == placements
+        return gradient if is_laid else gradient.redistribute(placements=placements)
 
     if plan.mesh.size("tp") == 1:
         return
@@ -131,56 +146,160 @@ def align_gradients(model: nn.Module, plan: Plan) -> None:
                 setattr(param, LAYS_GRADIENTS, True)
 
 
-def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> None:
-    """Register the hooks that redistribute a module's input and its output, as its style states.
+class _StyleHooks:
+    """The hooks that redistribute a module's input and its output, as its style states.
 
     Redistribution is never asynchronous: an asynchronous collective returns an
     `AsyncCollectiveTensor`, which a compiled block mistakes for the tensor inside it, and the
     gradients are wrong (torch 2.13).
 
-    Args:
-        module: The module.
-        use: Its tensor-parallel style.
+    Attributes:
+        use: The tensor-parallel style of the module.
         tp: The mesh of tp.
-        outside: Layout of activations outside of styled modules: "R", or "S(1)" under
-            `sequence_parallel`.
+        arrives: Placement of the input where it comes from.
+        wanted: Placement of the input that the module computes with.
+        computed: Placement of the output that the module computes.
+        leaves: Placement of the output outside of the module.
+        entry: Redistribution of the input, if the module computes on local tensors.
+        exit: Redistribution of the output, if the module computes on local tensors.
     """
 
-    def spell(words: tuple[str, str]) -> tuple[Placement, Placement]:
-        first, second = (activation_placement(outside if w == "outside" else w) for w in words)
-        return first, second
+    def __init__(self, use: StyleUse, tp: DeviceMesh, outside: str) -> None:
+        """Read the layouts of a style.
 
-    is_gathered = use.style.input[0] == GATHERED
-    arrives, wanted = spell(("R", use.style.input[1]) if is_gathered else use.style.input)
-    is_checked = use.style.input[0] != "outside" or arrives != Shard(1) or is_fake_execution()
-    _, leaves = spell(use.style.output)
-    gradient = [activation_placement(use.style.gradient)] if use.style.gradient else None
+        Args:
+            use: The style.
+            tp: The mesh of tp.
+            outside: Layout of activations outside of styled modules: "R", or "S(1)" under
+                `sequence_parallel`.
+        """
+        self.use, self.tp = use, tp
+        style = use.style
+        self.is_gathered = style.input[0] == GATHERED
+        coming = ("R", style.input[1]) if self.is_gathered else style.input
+        self.arrives, self.wanted, self.computed, self.leaves = (
+            activation_placement(outside if word == "outside" else word)
+            for word in (*coming, *style.output)
+        )
+        # Each rank has the gradient of a replicated input from its own outputs only.
+        is_addend = (style.cut_dim == "out" or style.gradient) and self.wanted == Replicate()
+        self.entry = Redistribution(
+            self.arrives, self.wanted, Partial() if is_addend else self.wanted,
+            Partial() if self.is_gathered else self.arrives,
+        )  # fmt: skip
+        back = self.leaves, Replicate() if self.computed == Partial() else self.computed
+        self.exit = Redistribution(
+            self.computed, self.leaves, *((Partial(),) * 2 if style.gradient else back)
+        )
 
-    def enter(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        nonlocal is_checked
-        if not is_checked:
-            is_checked = True
-            _check_part(args[0] if args else next(iter(kwargs.values())), tp)
-        if args:
-            return (_as_dtensor(args[0], tp, arrives, wanted, is_gathered), *args[1:]), kwargs
-        first = next(iter(kwargs))
-        x = _as_dtensor(kwargs[first], tp, arrives, wanted, is_gathered)
-        return args, {**kwargs, first: x}
+    def suits_local(self, module: nn.Module) -> bool:
+        """Return True if a module computes the same on local tensors as on DTensors."""
+        if self.use.style == LOGITS or not (self.entry.is_known and self.exit.is_known):
+            return False
+        if self.use.style.cut_dim == "vocab" and not looks_up_own_rows(module, self.tp):
+            return False
+        sizes = (
+            (self.entry, getattr(module, "in_features", 0)),
+            (self.exit, getattr(module, "out_features", getattr(module, "embedding_dim", 0))),
+        )
+        # Features are gathered, and their gradients split, in equal parts only.
+        is_even = all(
+            change.is_nothing or Shard(-1) not in change or size % self.tp.size() == 0
+            for change, size in sizes
+        )
+        return is_even and (bool(self.use.pieces) or is_known(module))
 
-    def leave(module: nn.Module, args: tuple[Any, ...], output: DTensor) -> torch.Tensor:
-        if use.style == LOGITS:
+    def around(self, module: nn.Module, *, is_local: bool) -> None:
+        """Register the hooks of a module.
+
+        Args:
+            module: The module.
+            is_local: If True, the module computes on local tensors; if False, on DTensors.
+        """
+        is_checked = (
+            self.use.style.input[0] != "outside" or self.arrives != Shard(1) or is_fake_execution()
+        )
+        come = self._as_local if is_local else self._as_dtensor
+
+        def enter(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            nonlocal is_checked
+            if not is_checked:
+                is_checked = True
+                _check_part(args[0] if args else next(iter(kwargs.values())), self.tp)
+            if args:
+                return (come(args[0]), *args[1:]), kwargs
+            first = next(iter(kwargs))
+            return args, {**kwargs, first: come(kwargs[first])}
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        if is_local:
+            module.register_forward_hook(self._leave_local)
+        elif not self.use.pieces:  # The output of a fused projection is a local tensor already.
+            module.register_forward_hook(self._leave_dtensor)
+
+    def _as_local(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of an activation in the layout that the module computes with."""
+        if isinstance(x, DTensor):
+            laid = x.redistribute(placements=[self.wanted])
+            return laid.to_local(grad_placements=[self.entry.new_gradient])
+        if Shard(1) == self.wanted != self.arrives:
+            check_even(x, self.tp)
+        return self._entered(x, lambda: redistributed(x, self.tp, self.entry))
+
+    def _as_dtensor(self, x: torch.Tensor) -> torch.Tensor:
+        """Return an activation as a DTensor in the layout that the module computes with."""
+        if isinstance(x, DTensor):
+            return x.redistribute(placements=[self.wanted])
+        if self.arrives != self.wanted:
+            if self.wanted == Shard(1):
+                check_even(x, self.tp)
+            whole = DTensor.from_local(x, self.tp, [self.arrives], run_check=False)
+            return whole.redistribute(placements=[self.wanted])
+
+        def as_it_is() -> DTensor:
+            if self.is_gathered:
+                return as_dtensor(x, self.tp, self.arrives, Partial())
+            return DTensor.from_local(x, self.tp, [self.arrives], run_check=False)
+
+        return self._entered(x, as_it_is)
+
+    def _entered(self, x: torch.Tensor, change: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the result of `change` for an input, or that of another module with this input.
+
+        q, k and v read the same tensor. They get the same result, so that their gradients are added
+        before a single all-reduce instead of after one each.
+        """
+        # Compiled code is traced once, so its tensors must not be cached. An inference tensor has
+        # no version counter and no gradients to add.
+        if self.arrives != self.wanted or torch.compiler.is_compiling() or x.is_inference():
+            return change()
+        key = (id(x), self.tp, self.entry, x._version, torch.is_grad_enabled())
+        if key not in _entered:
+            while len(_entered) >= _MOST_ENTERED:  # If the parent is never called, nothing clears.
+                del _entered[next(iter(_entered))]
+            _entered[key] = (x, change())
+        return _entered[key][1]
+
+    def _leave_local(
+        self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor
+    ) -> torch.Tensor:
+        if Shard(1) == self.leaves != self.computed:
+            check_even(output, self.tp)
+        return redistributed(output, self.tp, self.exit)
+
+    def _leave_dtensor(
+        self, module: nn.Module, args: tuple[Any, ...], output: DTensor
+    ) -> torch.Tensor:
+        if self.use.style == LOGITS:
             return leave_logits(output)
-        if leaves == Shard(1):
-            check_even(output, tp)
-        local = output.redistribute(placements=[leaves]).to_local(grad_placements=gradient)
+        if self.leaves == Shard(1):
+            check_even(output, self.tp)
+        gradient = [Partial()] if self.use.style.gradient else None
+        local = output.redistribute(placements=[self.leaves]).to_local(grad_placements=gradient)
         # torch forbids in-place writes to the result of `to_local`.
-        return local.clone() if use.is_written else local
-
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    if not use.pieces:  # The output of a fused projection is a local tensor already.
-        module.register_forward_hook(leave)
+        return local.clone() if self.use.is_written else local
 
 
 def _check_part(x: torch.Tensor, tp: DeviceMesh) -> None:
@@ -206,55 +325,10 @@ def _check_part(x: torch.Tensor, tp: DeviceMesh) -> None:
         )
 
 
-def _as_dtensor(
-    x: torch.Tensor,
-    tp: DeviceMesh,
-    arrives: Placement,
-    wanted: Placement,
-    leaves_addends: bool = False,
-) -> torch.Tensor:
-    """Convert a local activation to a DTensor in the layout that the module computes with.
+_entered: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+"""Inputs of styled modules with what was made of them, while the parent module runs.
 
-    q, k and v read the same tensor. They get the same DTensor, so that their gradients are added
-    before a single all-reduce instead of after one each.
-
-    Args:
-        x: The activation, local or already a DTensor.
-        tp: The mesh of tp.
-        arrives: Placement that a local `x` has.
-        wanted: Placement that the module computes with.
-        leaves_addends: If True, the gradient of `x` is returned as this rank's partial sum, and the
-            module that supplied `x` reduces it.
-    """
-
-    def as_it_is() -> DTensor:
-        if leaves_addends:
-            return as_dtensor(x, tp, arrives, Partial())
-        return DTensor.from_local(x, tp, [arrives], run_check=False)
-
-    if isinstance(x, DTensor):
-        return x.redistribute(placements=[wanted])
-    if arrives != wanted:
-        if wanted == Shard(1):
-            check_even(x, tp)
-        whole = DTensor.from_local(x, tp, [arrives], run_check=False)
-        return whole.redistribute(placements=[wanted])
-    # Compiled code is traced once, so its tensors must not be cached. An inference tensor has no
-    # version counter and no gradients to add.
-    if torch.compiler.is_compiling() or x.is_inference():
-        return as_it_is()
-    key = (id(x), tp, arrives, x._version, torch.is_grad_enabled())
-    if key not in _entered:
-        while len(_entered) >= _MOST_ENTERED:  # If the parent is never called, nothing clears it.
-            del _entered[next(iter(_entered))]
-        _entered[key] = (x, as_it_is())
-    return _entered[key][1]
-
-
-_entered: dict[tuple[object, ...], tuple[torch.Tensor, DTensor]] = {}
-"""Inputs of styled modules with the DTensors made of them, while the parent module runs.
-
-The parent keeps the inputs alive anyway. If the DTensors were attributes of the inputs, they would
+The parent keeps the inputs alive anyway. If the results were attributes of the inputs, they would
 never be freed: a DTensor references its local tensor where the garbage collector cannot see it.
 """
 _MOST_ENTERED: Final = 8
@@ -271,8 +345,8 @@ def _local_at_use(model: nn.Module, placed: Placed) -> None:
 
     The gradient of a replicated parameter is summed over the ranks of tp.
     """
-    gradient = None if placed.computed.axes else [Partial()]
-    _at_use(model, placed.info.fqn, lambda value: value.to_local(grad_placements=gradient))
+    gradient = None if placed.computed.axes else Partial()
+    _at_use(model, placed.info.fqn, lambda value: local_part(value, gradient))
 
 
 def _gather_at_use(model: nn.Module, name: str) -> None:
