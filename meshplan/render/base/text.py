@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TextIO
 
+from meshplan.units import format_gib
 from meshplan.version import __version__
 
 WIDTH: Final = 100
@@ -207,3 +208,8 @@ def envelope(schema: str, result: Mapping[str, Any], notes: Sequence[str] = ()) 
         "meshplan": __version__, "schema": schema, "result": result, "notes": list(notes),
     }  # fmt: skip
     return json.dumps(content)
+
+
+def gib(num_bytes: int) -> str:
+    """Return a size in GiB without the unit, which the head of a column has."""
+    return format_gib(num_bytes).removesuffix(" GiB")

@@ -7,8 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshplan.render.base.text import columns, paint
-from meshplan.render.memory.memory import gib
+from meshplan.render.base.text import columns, gib, paint
 from meshplan.textbook.inverse import STATES_ONLY, Answer, StatesEstimate, StatesRow
 from meshplan.units import format_bytes, format_count, format_gib
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from meshplan.memory import MemoryEstimate, Term
 from meshplan.memory.answer.estimate import ModuleBytes, RankGroup, left_in_words
-from meshplan.render.base.text import columns, paint, wrapped
+from meshplan.render.base.text import columns, gib, paint, wrapped
 from meshplan.units import format_bytes, format_gib, spans_of
 
 _HOW = {
@@ -273,10 +273,6 @@ def _basis(estimate: MemoryEstimate) -> list[str]:
     if estimate.bound:
         how = f"an upper bound: {estimate.bound}"
     return [how, *(f"assumed: {what}: {value}" for what, value in estimate.assumed)]
-
-
-def gib(num_bytes: int) -> str:
-    return format_gib(num_bytes).removesuffix(" GiB")
 
 
 def _signed(num_bytes: int) -> str:

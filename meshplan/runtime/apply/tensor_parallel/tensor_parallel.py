@@ -235,7 +235,8 @@ class _StyleHooks:
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         if is_local:
-            module.register_forward_hook(self._leave_local)
+            if not self.exit.is_nothing:
+                module.register_forward_hook(self._leave_local)
         elif not self.use.pieces:  # The output of a fused projection is a local tensor already.
             module.register_forward_hook(self._leave_dtensor)
 
