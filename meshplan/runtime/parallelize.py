@@ -38,6 +38,7 @@ from meshplan.runtime.comparisons.batches import watch_batches
 from meshplan.runtime.comparisons.drift import watch_drift
 from meshplan.runtime.comparisons.optimizers import watch_optimizers
 from meshplan.runtime.live.planned import closed_together
+from meshplan.runtime.torch_private.local_steps import step_on_local_tensors
 from meshplan.runtime.torch_private.private import forget_units
 from meshplan.runtime.trace.inputs import find_example
 from meshplan.runtime.trace.ops import record
@@ -133,6 +134,7 @@ def _parallelize(
         watch_batches(wrapped)
         watch_drift(wrapped)
         watch_optimizers()
+        step_on_local_tensors()
         note_forwards(wrapped, decided)
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:

@@ -99,10 +99,12 @@ def _changed(
         dim = new.dim % x.ndim
         if isinstance(old, Replicate):
             return x.chunk(tp.size(), dim)[tp.rank()].clone()
-        scatter = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
+        scatter = (
+            getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+        )
         return _waited(scatter(x.contiguous(), "sum", dim, tp))
     if isinstance(old, Shard):
-        gather = getattr(functional, "all_gather_single", functional.all_gather_tensor)
+        gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
         return _waited(gather(x.contiguous(), old.dim % x.ndim, tp))
     if isinstance(old, Partial):
         # The operators themselves: the function around them makes a tensor that waits at its use.
