@@ -122,8 +122,15 @@ def test_the_gradient_of_a_part_lies_as_torch_lays_it(pool, where, gradient):
     assert pool(2).run(parts, where, gradient) == [[True, True]] * 2
 
 
+class Own(nn.Linear):
+    """A projection whose code is not torch's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x * 2, self.weight, self.bias)
+
+
 class Odd(nn.Module):
-    """Two projections, of which the first has a weight that is no plain parameter."""
+    """A pair of projections, and what is unusual about it."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -135,11 +142,14 @@ class Odd(nn.Module):
             self.up.requires_grad_(False)
         elif kind == "no weights":
             self.norm = nn.LayerNorm(8, elementwise_affine=False)
+        elif kind == "beside code of its own":
+            self.gate = Own(8, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if hasattr(self, "norm"):
             x = self.norm(x)
-        return self.down(self.up(x).tanh())
+        hidden = self.up(x).tanh()
+        return self.down(hidden * self.gate(x) if hasattr(self, "gate") else hidden)
 
 
 def trained(kind: str, rules: list[dict[str, Any]]) -> float:
@@ -168,9 +178,10 @@ PAIR = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["plain", "frozen", "no weights"])
+@pytest.mark.parametrize("kind", ["plain", "frozen", "no weights", "beside code of its own"])
 def test_modules_of_torch_train_as_in_one_process(pool, kind):
-    assert max(pool(2).run(trained, kind, PAIR)) <= parity.TOLERANCE
+    gate = [{"match": "gate", "place": {"tp": "colwise"}}] if kind.startswith("beside") else []
+    assert max(pool(2).run(trained, kind, [*PAIR, *gate])) <= parity.TOLERANCE
 
 
 def local_forwards_of(kind: str) -> tuple[bool, bool]:

@@ -247,7 +247,7 @@ class _StyleHooks:
             return laid.to_local(grad_placements=[self.entry.new_gradient])
         if Shard(1) == self.wanted != self.arrives:
             check_even(x, self.tp)
-        return self._entered(x, lambda: redistributed(x, self.tp, self.entry))
+        return self._entered(x, "local", lambda: redistributed(x, self.tp, self.entry))
 
     def _as_dtensor(self, x: torch.Tensor) -> torch.Tensor:
         """Return an activation as a DTensor in the layout that the module computes with."""
@@ -264,19 +264,26 @@ class _StyleHooks:
                 return as_dtensor(x, self.tp, self.arrives, Partial())
             return DTensor.from_local(x, self.tp, [self.arrives], run_check=False)
 
-        return self._entered(x, as_it_is)
+        return self._entered(x, "DTensor", as_it_is)
 
-    def _entered(self, x: torch.Tensor, change: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _entered(
+        self, x: torch.Tensor, kind: str, change: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
         """Return the result of `change` for an input, or that of another module with this input.
 
         q, k and v read the same tensor. They get the same result, so that their gradients are added
         before a single all-reduce instead of after one each.
+
+        Args:
+            x: The input.
+            kind: What the result is: modules of one kind share it.
+            change: Makes the result.
         """
         # Compiled code is traced once, so its tensors must not be cached. An inference tensor has
         # no version counter and no gradients to add.
         if self.arrives != self.wanted or torch.compiler.is_compiling() or x.is_inference():
             return change()
-        key = (id(x), self.tp, self.entry, x._version, torch.is_grad_enabled())
+        key = (id(x), kind, self.tp, self.entry, x._version, torch.is_grad_enabled())
         if key not in _entered:
             while len(_entered) >= _MOST_ENTERED:  # If the parent is never called, nothing clears.
                 del _entered[next(iter(_entered))]
