@@ -79,8 +79,11 @@ def in_place_of(folder: str) -> Iterator[None]:
     is_main = dist.get_rank() == 0
     come_together("save_checkpoint")
     if is_main and os.path.isdir(folder):
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(folder, aside)
+        if aside.is_dir() and not _is_whole(folder):
+            shutil.rmtree(folder)  # Cut off when it was written; what it replaces is still aside.
+        else:
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(folder, aside)
     come_together("save_checkpoint")
     yield
     if is_main:

@@ -9,6 +9,7 @@ that draw other tokens, and a job that ends because a checkpoint of its step is 
 from __future__ import annotations
 
 import importlib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,24 @@ def test_checkpoints_are_written_over_and_the_newest_whole_one_is_taken(pool, tm
         checkpoints = [f"checkpoint-{step}" for step in (2, 4, 6, 8)]
         assert [each for each in found["files"] if "checkpoint" in each] == checkpoints
         assert not [each for each in found["files"] if "incomplete" in each]
+
+
+def cut_off_twice(folder):
+    from meshplan.interop.trainer_folders import in_place_of
+
+    for _ in range(2):
+        with suppress(KeyboardInterrupt), in_place_of(folder):
+            Path(folder).mkdir(exist_ok=True)
+            raise KeyboardInterrupt
+    return sorted(each.name for each in Path(folder).parent.rglob("*.txt"))
+
+
+def test_a_checkpoint_is_kept_until_another_is_whole(pool, tmp_path: Path):
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    (folder / "weights.txt").write_text("whole")
+    assert pool(1).run(cut_off_twice, str(folder)) == [["weights.txt"]]
+    assert (tmp_path / "replaced-checkpoint-3" / "weights.txt").read_text() == "whole"
 
 
 def test_samples_in_one_row_cannot_be_told_from_those_that_fill_it(pool, tmp_path: Path):
