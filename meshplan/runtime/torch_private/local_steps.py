@@ -32,7 +32,7 @@ one is on DTensors, has an operator that DTensor does not know."""
 def step_on_local_tensors() -> None:
     """Let optimizers of parallelized models step on local tensors, from their second step on.
 
-    They are those of `ELEMENTWISE`. A step uses DTensors if something else may look at the
+    Only optimizers of `ELEMENTWISE` do. A step uses DTensors if something else may look at the
     parameters during it: a closure, or hooks of the optimizer.
     """
     take_mixed_one_by_one()  # Its hook looks at DTensors, and must be called first.
@@ -131,7 +131,7 @@ class _LocalStep(NamedTuple):
             local.grad = None
             if (new := state.pop(local, None)) is not None:
                 old = state[param]
-                state[param] = {key: _state_of(param, old.get(key), new[key]) for key in new}
+                old.update({key: _state_of(param, old.get(key), new[key]) for key in new})
 
 
 def _local_step(optimizer: optim.Optimizer) -> _LocalStep | None:

@@ -107,8 +107,8 @@ def test_steps_give_every_bit_that_steps_on_dtensors_give(pool, plan, name):
     assert pool(2).run(differences, plan, name) == [[], []]
 
 
-class _StepError(Exception):
-    """Raised in the middle of a step."""
+class _StepError(KeyboardInterrupt):
+    """Raised in the middle of a step, like an error or Ctrl-C."""
 
 
 def after_a_failure() -> tuple[bool, ...]:
@@ -214,13 +214,16 @@ def test_hooks_of_an_optimizer_see_dtensors(pool):
         assert num_states > 10
 
 
-def kept() -> tuple[bool, bool, bool]:
-    """Whether an optimizer can be copied and pickled, and is let go without a collection."""
+def kept() -> tuple[bool, bool, bool, bool]:
+    """Whether an optimizer keeps its state, can be copied and pickled, and is let go at once."""
     live, inputs, targets = prepared("full_shard")
     optimizer = optim.AdamW(live.parameters())
+    seen = []
     for _ in range(3):
         backward(live, inputs, targets)
         optimizer.step()
+        state = optimizer.state[next(live.parameters())]
+        seen.append((id(state), id(state["exp_avg"])))
     states = optimizer.state_dict()["state"]
     torch.save(optimizer, io.BytesIO())
     twin = copy.copy(optimizer)
@@ -230,6 +233,7 @@ def kept() -> tuple[bool, bool, bool]:
         reference = weakref.ref(optimizer)
         del optimizer
         return (
+            len({*seen}) == 1,
             all(isinstance(each["exp_avg"], DTensor) for each in states.values()),
             type(twin) is optim.AdamW,
             reference() is None,
@@ -239,7 +243,7 @@ def kept() -> tuple[bool, bool, bool]:
 
 
 def test_an_optimizer_is_copied_saved_and_let_go(pool):
-    assert pool(2).run(kept) == [(True, True, True)] * 2
+    assert pool(2).run(kept) == [(True,) * 4] * 2
 
 
 def untouched() -> int:
