@@ -1,7 +1,5 @@
 """`python -m meshplan` is the command line."""
 
-import sys
+from meshplan.cli import run
 
-from meshplan.cli.app import main
-
-sys.exit(main())
+run()

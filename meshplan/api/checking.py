@@ -189,7 +189,7 @@ def _tried(checked: CheckResult, source: Source) -> CheckResult:
     If the model is a Python function, its forward runs as on a rank of the plan. An error becomes a
     problem; a note says why the forward could not be tried.
     """
-    from meshplan.memory.replay.optimizer import check_adafactor  # slow to import
+    from meshplan.plan.plan import check_adafactor  # slow to import
 
     decided = checked.plan
     if decided is None or checked.problems:

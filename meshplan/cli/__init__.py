@@ -1,5 +1,14 @@
 """The command line. `app` has the parser; each other module has a group of subcommands."""
 
-from meshplan.cli.app import main
+from typing import NoReturn
 
-__all__ = ["main"]
+from meshplan.cli.app import main
+from meshplan.own_process import leave_at_once, search_rarely
+
+__all__ = ["main", "run"]
+
+
+def run() -> NoReturn:
+    """Run the command that `sys.argv` states, in a process of its own, and exit."""
+    search_rarely()
+    leave_at_once(main())

@@ -36,7 +36,7 @@ from meshplan.cli.common import (
     source_of,
 )
 from meshplan.errors import MeshplanError, Origin, Problem, SpecError, findings_to_text
-from meshplan.own_process import IS_OWN, leave_at_once, search_rarely
+from meshplan.own_process import IS_OWN
 from meshplan.render.base.text import PlainStream, envelope
 from meshplan.render.memory.estimate import estimate_to_json, estimate_to_text
 from meshplan.spec.recipes import find_plan, plans_in
@@ -432,9 +432,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments after the program's name; if None, `sys.argv[1:]`.
     """
-    leave_at_once()
-    if argv is None:
-        search_rarely()
     token = IS_OWN.set(True)
     try:
         with _streams():

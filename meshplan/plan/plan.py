@@ -218,6 +218,17 @@ def make_plan(
     return Plan(spec=spec, graph=graph, assignment=assignment, accumulate=accumulate, micro=micro)
 
 
+def check_adafactor(plan: Plan) -> None:
+    """Raise a PlanError if a plan with torch's Adafactor shards parameters.
+
+    Adafactor of torch 2.13 computes norms of rows and columns in place, which DTensor lacks.
+    """
+    if plan.spec.optimizer == "adafactor" and plan.assignment.shards_parameters:
+        what = "torch's Adafactor does not support sharded parameters, and this plan shards them"
+        fix = "use strategy: ddp in single precision, or another optimizer"
+        raise PlanError(Problem(what, plan.spec.origin("optimizer"), fix))
+
+
 def check_rules(spec: Spec, graph: ModelGraph) -> tuple[list[Problem], list[Problem]]:
     """Return (problems, warnings) with the patterns of the rules, and with nothing else."""
     cascade = Cascade(spec, graph)

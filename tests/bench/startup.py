@@ -22,9 +22,9 @@ from meshplan.spec.recipes import recipe_path
 
 LIMIT_S: Final = 0.150
 HEAVY: Final = ("torch", "numpy", "sympy", "networkx", "matplotlib")
-MESHPLAN: Final = "import sys; from meshplan.cli.app import main; sys.exit(main())"
+MESHPLAN: Final = "from meshplan.cli import run; run()"
 LOADED: Final = (
-    "import contextlib, io, sys; from meshplan.cli.app import main\n"
+    "import contextlib, io, sys; from meshplan.cli import main\n"
     "with contextlib.redirect_stdout(io.StringIO()): main()\n"
     f"print(*[name for name in {HEAVY!r} if name in sys.modules])"
 )

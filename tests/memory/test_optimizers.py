@@ -18,9 +18,9 @@ from meshplan.layout.optimizers import SHAPED_STATES
 from meshplan.memory.answer.states import STEP_COUNTERS
 from meshplan.memory.log.events import Term
 from meshplan.memory.replay.optimizer import OPTIMIZERS as STEPS
-from meshplan.memory.replay.optimizer import Updated, check_adafactor, states_of, step
+from meshplan.memory.replay.optimizer import Updated, states_of, step
 from meshplan.memory.replay.writer import LogWriter
-from meshplan.plan.plan import make_plan
+from meshplan.plan.plan import check_adafactor, make_plan
 from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
 from meshplan.runtime.fake_step.optimizers import OPTIMIZERS
 from meshplan.runtime.trace.structure import graph_of

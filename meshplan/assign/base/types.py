@@ -387,6 +387,19 @@ class Assignment:
         }
 
     @property
+    def shards_parameters(self) -> bool:
+        """True if ranks hold shards of parameters, or FSDP2 manages the parameters."""
+        return self.wrapper == "units" or any(p.stored.axes for p in self.tensors.values())
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """True if the parameters of any unit are offloaded to the host.
+
+        torch's optimizers then step on one parameter after the other, not with foreach.
+        """
+        return any(unit.on_host for unit in self.units.values())
+
+    @property
     def compute_dtypes(self) -> set[str]:
         """The compute dtypes of all parameters."""
         return {p.compute_dtype for p in self.tensors.values() if not p.info.is_buffer}

@@ -32,7 +32,6 @@ from meshplan.memory.decoder.sizes import shape_of
 from meshplan.memory.log.events import EventLog
 from meshplan.memory.replay import check_rules, replay
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.replay.shards import offloads_params
 from meshplan.plan.plan import Plan
 from meshplan.units import format_gib
 
@@ -248,6 +247,6 @@ def _summary_note(num_in_full: int, num_groups: int) -> str:
 def _log_of(works: Works, plan: Plan, rank: int, *, summarised: bool) -> EventLog:
     """Return the event log of one rank's step."""
     trace, foreach = works.of_rank(rank, summarised=summarised), is_uniform(plan.assignment)
-    has_host = bool(offloads_params(plan.assignment) or plan.assignment.host_activations)
+    has_host = bool(plan.assignment.offloads_parameters or plan.assignment.host_activations)
     optimizer = plan.spec.optimizer
     return replay(trace, plan, optimizer, rank=rank, foreach=foreach, has_host=has_host)

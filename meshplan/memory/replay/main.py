@@ -12,7 +12,7 @@ from meshplan.memory.log.events import EventLog, Term
 from meshplan.memory.log.microbatch import AT_STAGE, HookKind, MicrobatchTrace
 from meshplan.memory.replay.buckets import DdpOptions
 from meshplan.memory.replay.clip import clip
-from meshplan.memory.replay.optimizer import Updated, check_optimizer, shards_parameters, step
+from meshplan.memory.replay.optimizer import Updated, check_optimizer, step
 from meshplan.memory.replay.part import Wrapped, splits_backward
 from meshplan.memory.replay.prepare import Act, Prepared
 from meshplan.memory.replay.unscale import unscale
@@ -74,7 +74,7 @@ def check_rules(plan: Plan, trace: Prepared | None = None, optimizer: str = "") 
     """
     if trace is not None:
         name = optimizer or plan.spec.optimizer
-        check_optimizer(name, is_sharded=shards_parameters(plan.assignment))
+        check_optimizer(name, is_sharded=plan.assignment.shards_parameters)
     if problems := list(_unknown(plan, trace)):
         raise PlanError(problems)
     if trace is not None and plan.accumulate > 1:

@@ -17,9 +17,7 @@ from meshplan.layout.optimizers import SHAPED_TENSORS
 from meshplan.memory.answer.states import READ_BY_KERNELS, STEP_COUNTERS
 from meshplan.memory.log.events import Term
 from meshplan.memory.replay.loops import LOOPS, Stepped, play_loop
-from meshplan.memory.replay.shards import offloads_params
 from meshplan.memory.replay.writer import LogWriter
-from meshplan.plan.plan import Plan
 from meshplan.spec.spec import OPTIMIZER_STATES
 
 
@@ -87,17 +85,6 @@ class Updated:
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
-def check_adafactor(plan: Plan) -> None:
-    """Raise a PlanError if a plan with torch's Adafactor shards parameters.
-
-    Adafactor of torch 2.13 computes norms of rows and columns in place, which DTensor lacks.
-    """
-    if plan.spec.optimizer == "adafactor" and shards_parameters(plan.assignment):
-        what = "torch's Adafactor does not support sharded parameters, and this plan shards them"
-        fix = "use strategy: ddp in single precision, or another optimizer"
-        raise PlanError(Problem(what, plan.spec.origin("optimizer"), fix))
-
-
 def check_optimizer(name: str, *, is_sharded: bool) -> None:
     """Check that there is a rule for the temporary memory of an optimizer's step.
 
@@ -121,17 +108,12 @@ def check_optimizer(name: str, *, is_sharded: bool) -> None:
         raise PlanError(Problem(what, fix=fix))
 
 
-def shards_parameters(a: Assignment) -> bool:
-    """Return True if ranks hold shards of parameters, or FSDP2 manages the parameters."""
-    return a.wrapper == "units" or any(p.stored.axes for p in a.tensors.values())
-
-
 def is_uniform(assignment: Assignment) -> bool:
     """Return True if torch steps on all parameters together (foreach).
 
     torch does if all parameters are plain tensors or all are DTensors, and none is on the host.
     """
-    if offloads_params(assignment):
+    if assignment.offloads_parameters:
         return False
     placed = [p for p in assignment.tensors.values() if not p.info.is_buffer]
     in_units = assignment.wrapper == "units"

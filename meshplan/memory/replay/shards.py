@@ -125,14 +125,6 @@ class UnitShards:
         return sum(param.whole_bytes for param in self.params if param.is_cast)
 
 
-def offloads_params(assignment: Assignment) -> bool:
-    """Return True if the parameters of any unit are offloaded to the host.
-
-    torch's optimizers then step on one parameter after the other, not with foreach.
-    """
-    return any(unit.on_host for unit in assignment.units.values())
-
-
 def unit_shards(assignment: Assignment, graph: ModelGraph, rank: int) -> list[UnitShards]:
     """Return the sizes of each unit of a plan on one rank, in the order of the modules."""
     inner_first, places = graph.inner_first(), graph.order()

@@ -11,7 +11,7 @@ from typing import Final
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.analytic.estimate import check_analytic
 from meshplan.memory.analytic.microbatches import refusals
-from meshplan.memory.replay.optimizer import check_optimizer, shards_parameters
+from meshplan.memory.replay.optimizer import check_optimizer
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.problem.chains import Chains
 from meshplan.planner.problem.decision import PlanRequest
@@ -44,7 +44,7 @@ def why_not_allowed(trial: Spec, request: PlanRequest, chains: Chains) -> str:
     try:
         decide = partial(make_plan, graph=few) if traced is None else traced.decide
         plan = decide(trial)
-        check_optimizer(trial.optimizer, is_sharded=shards_parameters(plan.assignment))
+        check_optimizer(trial.optimizer, is_sharded=plan.assignment.shards_parameters)
         if why := _unpriced_by_rules(plan, decide):
             return why
         if traced is not None:

@@ -113,7 +113,6 @@ def _leave() -> None:
     end in "terminate called without an active exception".
     """
     _meshes.clear()
-    gc.unfreeze()  # `leave_at_once` may have called `gc.freeze`.
     gc.collect()  # Wrapped models are reference cycles that keep their process groups alive.
     if dist.is_initialized():
         dist.destroy_process_group()

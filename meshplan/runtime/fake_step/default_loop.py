@@ -19,8 +19,7 @@ from meshplan.errors import ApplyError, PlanError, Problem
 from meshplan.layout.optimizers import called as called_by
 from meshplan.memory.analytic.estimate import in_chunks, shares_of_experts
 from meshplan.memory.replay.optimizer import OPTIMIZERS as RULES
-from meshplan.memory.replay.optimizer import check_adafactor
-from meshplan.plan.plan import Plan, unstated
+from meshplan.plan.plan import Plan, check_adafactor, unstated
 from meshplan.runtime.apply.context.batch import has_sequence, sequence_length
 from meshplan.runtime.base.batch import mapped
 from meshplan.runtime.base.fake_mode import fake_execution

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from meshplan.errors import ApplyError, Problem
 from meshplan.garbage import no_collection
 from meshplan.memory.log.events import EventLog, Term
-from meshplan.memory.replay.shards import offloads_params
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.data.data import params_on_host
 from meshplan.runtime.apply.experts.expert_protocol import reuse_protocols
@@ -154,7 +153,7 @@ def fake_single_rank(
         with ExitStack() as stack:
             for world in (on_fake_devices(), fakes_unnoticed(), mode, shadows, fake_execution()):
                 stack.enter_context(world)
-            offloads = plan is not None and offloads_params(plan.assignment)
+            offloads = plan is not None and plan.assignment.offloads_parameters
             behaviour = stack.enter_context(behaving_as(device, offloads=offloads))
             stack.enter_context(heard_by(shadows.hear))
             yield fake_model, fake, behaviour

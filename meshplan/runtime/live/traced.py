@@ -26,11 +26,7 @@ from meshplan.memory.answer.rank_classes import equal_ranks
 from meshplan.memory.answer.reserved import ReplayCache, ReservedLog
 from meshplan.memory.log.events import EventLog
 from meshplan.memory.replay import Prepared
-from meshplan.memory.replay.optimizer import (
-    OF_WHOLE_TENSORS,
-    check_optimizer,
-    shards_parameters,
-)
+from meshplan.memory.replay.optimizer import OF_WHOLE_TENSORS, check_optimizer
 from meshplan.memory.replay.step import composed_log
 from meshplan.model.graph import ModelGraph
 from meshplan.model.rehearsal import Rehearse
@@ -114,7 +110,7 @@ class TracedModel:
         if not isinstance(spec.mesh, Mapping):
             return False
         try:
-            return shards_parameters(self.decide(spec).assignment)
+            return self.decide(spec).assignment.shards_parameters
         except PlanError:
             return False
 

@@ -24,8 +24,6 @@ from torch import nn
 from meshplan.errors import ApplyError, MeshplanError, Problem
 from meshplan.files import write_bytes
 from meshplan.plan.plan import Plan
-from meshplan.planner.answers.lock_words import figures_of_lock
-from meshplan.planner.answers.measured import FORMAT
 from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.optimizer_steps import is_due
@@ -217,6 +215,8 @@ class Run:
         return summary
 
     def _summary(self, failure: str) -> dict[str, Any]:
+        from meshplan.planner.answers.measured import FORMAT  # slow to import
+
         every_step = np.frombuffer(self._timings).reshape(-1, 1 + len(NAMES))
         num = len(every_step)
         accumulate = self._counted or (self._accumulates[-1] if num else None)
@@ -286,6 +286,8 @@ def _predicted(plan: Plan) -> dict[str, Any]:
     """
     figures: dict[str, float] = {}
     if os.path.isfile(plan.spec.source):
+        from meshplan.planner.answers.lock_words import figures_of_lock  # slow to import
+
         with suppress(MeshplanError):  # A lock of something else predicts nothing.
             figures = figures_of_lock(plan.spec.source, plan)
     sent = forecast(plan)

@@ -181,16 +181,31 @@ def test_what_a_search_made_is_not_looked_through_at_its_end(frozen: bool) -> No
     assert done.stdout == f"{not frozen}\n"
 
 
-def test_a_process_that_ends_looks_for_no_cycles() -> None:
+def test_a_process_that_ends_frees_nothing_but_runs_what_is_registered() -> None:
     code = (
-        "import atexit, gc\n"
+        "import atexit, sys\n"
         "from meshplan.own_process import leave_at_once\n"
-        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
-        "leave_at_once()\n"
-        "assert not gc.get_freeze_count()\n"
+        "class Freed:\n"
+        "    def __del__(self): print('freed')\n"
+        "kept = Freed()\n"
+        "atexit.register(print, 'registered')\n"
+        "print('printed', end=' ')\n"
+        "leave_at_once(3)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (3, "printed registered\n")
+
+
+def test_a_process_that_ends_waits_for_its_threads() -> None:
+    code = (
+        "import threading, time\n"
+        "from meshplan.own_process import leave_at_once\n"
+        "def late(): time.sleep(0.2); print('late')\n"
+        "threading.Thread(target=late).start()\n"
+        "leave_at_once(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (3, "late\n")
 
 
 def terms_of_two_layers() -> dict[str, Term]:
