@@ -24,6 +24,8 @@ MOST_KEPT = 4
 
 # Plans of the tests name models of the tests; what is not allowed is for tests/hostile to see.
 os.environ["MESHPLAN_ALLOW_CODE"] = "1"
+# A search is searched.
+os.environ["MESHPLAN_CACHE"] = "off"
 # Workers of pytest-xdist have a width, to which every answer would be folded.
 os.environ.pop("COLUMNS", None)
 

@@ -50,6 +50,7 @@ def replayed(text: str, folder: Path) -> Iterator[str]:
         (bin_ / name).chmod(0o755)
     environment = os.environ | {
         "PATH": f"{bin_}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "NO_COLOR": "1",
+        "MESHPLAN_CACHE": "off",
         "HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "COLUMNS": "100",
     }  # fmt: skip
     environment.pop("MESHPLAN_ALLOW_CODE", None)

@@ -31,6 +31,7 @@ from meshplan.errors import MeshplanError, SpecError
 from meshplan.launch.slurm import write_slurm_script
 from meshplan.pictures.base.types import SUFFIXES, Picture
 from meshplan.planner.lock.lock import lock_path, read, write
+from meshplan.planner.objectives.decision_cache import DecisionCache
 from meshplan.report.main import Report
 from meshplan.runtime.train.callbacks import write_table
 from meshplan.runtime.train.run import write_summary
@@ -120,6 +121,8 @@ def content_of(kind, folder):
         return lambda path: write_plan(path, "version: 1\n"), folder / "plan.yaml"
     if kind == "config":
         return lambda path: write_config(path, "{}\n"), folder / "theirs.json"
+    if kind == "decision":
+        return lambda path: DecisionCache(path).put("an answer"), folder / "hash.decision"
     if kind == "sbatch":
         return lambda path: write_slurm_script(path, "#!/bin/bash\n"), folder / "job.sbatch"
     if kind == "index":
@@ -136,14 +139,14 @@ def content_of(kind, folder):
 WRITTEN = {
     "lock": "planner/lock/lock.py", "report": "report/main.py", "profile": "cost/calibration.py",
     "trust": "spec/trust.py", "plan": "cli/starting.py", "sbatch": "launch/slurm.py",
-    "config": "cli/configs.py",
+    "config": "cli/configs.py", "decision": "planner/objectives/decision_cache.py",
     "index": "state/pretrained.py",
     "run": "runtime/train/run.py", "metrics": "runtime/train/callbacks.py",
     **dict.fromkeys(SUFFIXES, "pictures/base/types.py"),
 }  # fmt: skip
 """By kind of file, where the package writes it."""
 LEAST = 76
-"""Places at which writing one kind of file is stopped: more than 760 for the ten."""
+"""Places at which writing one kind of file is stopped: more than 800 for the eleven."""
 
 
 def test_every_kind_of_file_that_is_written_is_known():

@@ -11,6 +11,7 @@ from typing import Final
 from meshplan.errors import PlanError
 from meshplan.plan.plan import make_plan
 from meshplan.planner.objectives.balanced import balanced
+from meshplan.planner.objectives.decision_cache import VARIABLE, cache_of
 from meshplan.planner.objectives.fastest import decide, grid_line
 from meshplan.planner.objectives.memory import LeastMemory
 from meshplan.planner.objectives.num_devices import cheapest
@@ -29,6 +30,8 @@ _NOT_ASKED: Final = "something fits without, and nothing asks for it: offload: a
 def answer(request: PlanRequest, report: OnProgress = lambda text: None) -> Decision:
     """Find the best plan by the request's objective.
 
+    In a command, the answer is kept on disk, and the same question is answered by reading it.
+
     If the plan of a live model states something that the planner cannot search, or has tp and
     states everything, only this plan is priced.
 
@@ -41,8 +44,13 @@ def answer(request: PlanRequest, report: OnProgress = lambda text: None) -> Deci
     """
     if is_priced(request):
         return price(request, report)
+    cache = cache_of(request)
+    if cache is not None and (kept := cache.get()) is not None:
+        decision, when = kept
+        report(f"the answer of {when} to the same question; {VARIABLE}=off searches again")
+        return decision
     try:
-        return _BY_OBJECTIVE[request.objective](request, report)
+        decision = _BY_OBJECTIVE[request.objective](request, report)
     except EmptySpaceError:
         if is_priced_instead(request):
             return price(request, report)
@@ -53,6 +61,9 @@ def answer(request: PlanRequest, report: OnProgress = lambda text: None) -> Deci
         if is_closed(request) and any(AS_STATED in each.fix for each in error.problems):
             make_plan(request.read(()), request.graph)
         raise
+    if cache is not None and decision.is_whole:
+        cache.put(decision)
+    return decision
 
 
 def smallest_of(problem: PlanningProblem, report: OnProgress = lambda text: None) -> Decision:
