@@ -21,7 +21,7 @@ IS_OWN: Final[ContextVar[bool]] = ContextVar("IS_OWN", default=False)
 IS_COMMAND: Final[ContextVar[bool]] = ContextVar("IS_COMMAND", default=False)
 """True in a process that was started for one command; False if Python code calls `main`."""
 
-_FEW_SEARCHES: Final = 100_000
+_FEW_SEARCHES: Final = 1 << 20
 """Objects made between two searches for cycles; Python's default is 700."""
 
 
