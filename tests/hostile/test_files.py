@@ -122,7 +122,8 @@ def content_of(kind, folder):
     if kind == "config":
         return lambda path: write_config(path, "{}\n"), folder / "theirs.json"
     if kind == "decision":
-        return lambda path: DecisionCache(path).put("an answer"), folder / "hash.decision"
+        cache = functools.partial(DecisionCache, other_layouts=False)
+        return lambda path: cache(path).put("an answer"), folder / "hash.decision"
     if kind == "sbatch":
         return lambda path: write_slurm_script(path, "#!/bin/bash\n"), folder / "job.sbatch"
     if kind == "index":

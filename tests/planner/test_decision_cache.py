@@ -28,7 +28,10 @@ __all__ = ["job"]
 
 @pytest.fixture
 def asked(monkeypatch, tmp_path, capsys):
-    """Ask `plan` as a command does; the result is (whether it searched, its answer, its notes)."""
+    """Ask `plan` as a command does; the result is (whether it searched, its answer, its notes).
+
+    `asked.of` asks any other words.
+    """
     searched = []
 
     def counting(decide):
@@ -40,12 +43,16 @@ def asked(monkeypatch, tmp_path, capsys):
     token = IS_COMMAND.set(True)
 
     def ask(path, *words):
+        return of(["plan", "-f", str(path), "--dry-run", *words])
+
+    def of(words):
         before = len(searched)
-        code = main(["plan", "-f", str(path), "--dry-run", *words])
+        code = main(words)
         out, err = capsys.readouterr()
         assert code in (0, 1), err
         return len(searched) > before, out, err
 
+    ask.of = of
     yield ask
     IS_COMMAND.reset(token)
 
@@ -62,6 +69,22 @@ def test_the_same_question_has_the_same_answer_without_a_search(asked, job):
     assert "to the same question; MESHPLAN_CACHE=off searches again" in notes
     again = [asked(path, "--json")[1] for _ in range(2)]
     assert again[0] == again[1]
+
+
+def test_an_answer_with_other_layouts_answers_other_verbs_too(asked, job):
+    path = job()
+    _, with_layouts, _ = asked(path)
+    assert "dp_replicate" in with_layouts
+    assert not asked.of(["estimate", "-f", str(path)])[0]
+
+
+def test_an_answer_without_other_layouts_is_searched_for_them(asked, job):
+    path = job()
+    assert asked.of(["estimate", "-f", str(path)])[0]
+    searched, answer, _ = asked(path)
+    assert searched
+    assert (False, answer) == asked(path)[:2]
+    assert not asked.of(["estimate", "-f", str(path)])[0]
 
 
 @pytest.mark.parametrize("objective", ["time", "memory", "cost"])

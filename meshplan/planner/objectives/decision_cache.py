@@ -19,6 +19,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -45,10 +46,13 @@ class DecisionCache:
 
     Args:
         path: Path of the file, in a folder of such files.
+        other_layouts: If True, the question is also one for `Decision.other_layouts`. An answer
+            that has them answers the question without them too.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, other_layouts: bool) -> None:
         self._path = path
+        self._other_layouts = other_layouts
 
     def get(self) -> tuple[Decision, str] | None:
         """Return the answer and the local time it was found at; None if there is none to read.
@@ -67,12 +71,17 @@ class DecisionCache:
             hashed, data = file.read(hashlib.sha256().digest_size), file.read()
         if hashlib.sha256(data).digest() != hashed:
             return None
-        decision: Decision = pickle.loads(data)
+        found: tuple[bool, Decision] = pickle.loads(data)
+        has_layouts, decision = found
+        if self._other_layouts and not has_layouts:
+            return None
+        if has_layouts and not self._other_layouts:
+            decision = replace(decision, other_layouts=())
         return decision, time.strftime("%Y-%m-%d %H:%M", time.localtime(status.st_mtime))
 
     def put(self, decision: Decision) -> None:
         """Keep an answer, if the folder can be written, and remove the oldest ones."""
-        data = pickle.dumps(decision, protocol=pickle.HIGHEST_PROTOCOL)
+        data = pickle.dumps((self._other_layouts, decision), protocol=pickle.HIGHEST_PROTOCOL)
         folder = self._path.parent
         with suppress(OSError, SpecError):  # A cache that cannot be written is no cache.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -97,7 +106,8 @@ def cache_of(request: PlanRequest) -> DecisionCache | None:
     folder = stated or os.path.join(home, "meshplan")
     if folder.startswith("~"):  # The user has no home.
         return None
-    return DecisionCache(Path(folder, f"{_key(request)}{_SUFFIX}"))
+    path = Path(folder, f"{_key(request)}{_SUFFIX}")
+    return DecisionCache(path, other_layouts=request.other_layouts)
 
 
 def _key(request: PlanRequest) -> str:
@@ -108,7 +118,7 @@ def _key(request: PlanRequest) -> str:
         whole_repr(spec), os.path.abspath(spec.source), origins,
         whole_repr((graph, graph.notes, graph.flow, graph.outline, graph.tp_derived)),
         request.device, request.limit_bytes, whole_repr(request.cluster), request.time_limit_s,
-        request.objective, request.other_layouts,
+        request.objective,
         whole_repr(request.profile), str(request.profile_path),
         __version__, platform.python_version(), metadata.version("numpy"), installed(),
         *_files_of_package(),
