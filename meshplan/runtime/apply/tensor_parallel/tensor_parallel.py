@@ -41,8 +41,9 @@ from meshplan.runtime.base.compile import compiles
 from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import activation_placement, placement, submesh
 from meshplan.runtime.torch_private.ops import as_dtensor
+from meshplan.runtime.torch_private.private import has_hooks
 from meshplan.runtime.torch_private.redistribution import Redistribution, local_part, redistributed
-from meshplan.runtime.trace.sp_boundary import check_even, cross
+from meshplan.runtime.trace.sp_boundary import check_even, cross, with_argument
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -68,18 +69,20 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
                 _gather_at_use(model, name)
         if placed.is_local:
             _local_at_use(model, placed)
+    styles = [(model.get_submodule(fqn), use) for fqn, use in plan.assignment.styles.items()]
+    # Hooks of other code may compute anything with what they see, so they see DTensors.
+    hooked = {id(module) for module, _ in styles if has_hooks(module)}
     for crossing in plan.assignment.crossings:
         cross(model.get_submodule(crossing.module), crossing, tp)
     outside = "S(1)" if plan.assignment.sequence_parallel else "R"
     # Compiled code may use DTensors: their cost on the host is paid once, when it is traced.
     is_compiled = compiles(model, plan)
-    for fqn, use in plan.assignment.styles.items():
-        module = model.get_submodule(fqn)
+    for module, use in styles:
         if isinstance(module, nn.MultiheadAttention):
             attend_by_heads(module, use, tp)
             continue
         hooks = _StyleHooks(use, tp, outside)
-        is_local = not is_compiled and hooks.suits_local(module)
+        is_local = not is_compiled and id(module) not in hooked and hooks.suits_local(module)
         if use.style.cut_dim == "vocab" and looks_up_own_rows(module, tp):
             look_up_own_rows(module, tp)
         elif use.pieces or is_local:
@@ -210,7 +213,10 @@ class _StyleHooks:
         return is_even and (bool(self.use.pieces) or is_known(module))
 
     def around(self, module: nn.Module, *, is_local: bool) -> None:
-        """Register the hooks of a module.
+        """Redistribute the input and the output of a module in each of its calls.
+
+        Around a module that computes on local tensors, its forward is wrapped: hooks that are
+        registered later, and those of backward, then see activations as they are outside of it.
 
         Args:
             module: The module.
@@ -221,23 +227,30 @@ class _StyleHooks:
         )
         come = self._as_local if is_local else self._as_dtensor
 
-        def enter(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def first(x: torch.Tensor) -> torch.Tensor:
             nonlocal is_checked
             if not is_checked:
                 is_checked = True
-                _check_part(args[0] if args else next(iter(kwargs.values())), self.tp)
-            if args:
-                return (come(args[0]), *args[1:]), kwargs
-            first = next(iter(kwargs))
-            return args, {**kwargs, first: come(kwargs[first])}
+                _check_part(x, self.tp)
+            return come(x)
 
-        module.register_forward_pre_hook(enter, with_kwargs=True)
+        def enter(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return with_argument(args, kwargs, "", first)
+
         if is_local:
-            if not self.exit.is_nothing:
-                module.register_forward_hook(self._leave_local)
-        elif not self.use.pieces:  # The output of a fused projection is a local tensor already.
+            forward = module.forward
+
+            @wraps(forward)
+            def local(*args: Any, **kwargs: Any) -> torch.Tensor:
+                args, kwargs = with_argument(args, kwargs, "", first)
+                return self._leave_local(forward(*args, **kwargs))
+
+            module.forward = local
+            return
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        if not self.use.pieces:  # The output of a fused projection is a local tensor already.
             module.register_forward_hook(self._leave_dtensor)
 
     def _as_local(self, x: torch.Tensor) -> torch.Tensor:
@@ -283,16 +296,15 @@ class _StyleHooks:
         # no version counter and no gradients to add.
         if self.arrives != self.wanted or torch.compiler.is_compiling() or x.is_inference():
             return change()
-        key = (id(x), kind, self.tp, self.entry, x._version, torch.is_grad_enabled())
+        is_recorded = torch.is_grad_enabled() and x.requires_grad
+        key = (id(x), kind, self.tp, self.entry, x._version, is_recorded)
         if key not in _entered:
             while len(_entered) >= _MOST_ENTERED:  # If the parent is never called, nothing clears.
                 del _entered[next(iter(_entered))]
             _entered[key] = (x, change())
         return _entered[key][1]
 
-    def _leave_local(
-        self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor
-    ) -> torch.Tensor:
+    def _leave_local(self, output: torch.Tensor) -> torch.Tensor:
         if Shard(1) == self.leaves != self.computed:
             check_even(output, self.tp)
         return redistributed(output, self.tp, self.exit)

@@ -1,0 +1,119 @@
+"""Hooks of other code on modules that tensor parallelism shards see what they see in one process.
+
+Which seeded bug would this catch? A hook that is given one rank's addend of a sum, a part of the
+gradient's sum or a plain shard of features as if it were the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshplan
+from tests.helpers import parity
+
+
+class Pair(nn.Module):
+    """A pair of projections behind one that must get the whole gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.first(x)).tanh())
+
+
+def limited(module: nn.Module, to_input: Any, to_output: Any) -> Any:
+    """Return a gradient whose norm is limited: not what the limited parts add up to."""
+    (gradient,) = to_input
+    return (gradient * (1e-3 / gradient.norm()),)
+
+
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "reads a parameter": lambda m: m.register_forward_hook(lambda m, args, out: out + m.bias),
+    "changes the output": lambda m: m.register_forward_hook(lambda m, args, out: out.relu() + 1),
+    "changes the input": lambda m: m.register_forward_pre_hook(lambda m, args: args[0].cosh()),
+    "limits the gradient": lambda m: m.register_full_backward_hook(limited),
+}
+
+
+def trained(which: str, kind: str, is_late: bool) -> float:
+    """The largest difference to one process, of losses and of parameters."""
+    torch.manual_seed(11)
+    data = torch.randn(4, 5, 8)
+
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            loss = model(data).square().mean()
+            loss.backward()
+            sgd.step()
+            sgd.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    alone, model = Pair(), Pair()
+    HOOKS[kind](alone.get_submodule(which))
+    if not is_late:
+        HOOKS[kind](model.get_submodule(which))
+    plan = {"version": 1, "mesh": {"tp": 2}, "tp_plan": "auto"}
+    live = meshplan.parallelize(model, plan, example_inputs=data)
+    if is_late:
+        HOOKS[kind](live.get_submodule(which))
+    expected, losses = run(alone), run(live)
+    apart = [a - b for a, b in zip(losses, expected, strict=True)]
+    whole = meshplan.full_state_dict(live)
+    apart += [value - alone.state_dict()[name] for name, value in whole.items()]
+    return max(float(each.abs().max()) for each in apart)
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("which", ["up", "down"])
+def test_a_hook_sees_the_whole_tensors(pool, which, kind):
+    assert max(pool(2).run(trained, which, kind, is_late=False)) <= parity.TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("which", "kind"),
+    [("up", "changes the input"), ("up", "limits the gradient"), ("down", "changes the output")],
+)
+def test_a_hook_that_is_registered_later_sees_what_is_whole_outside(pool, which, kind):
+    assert max(pool(2).run(trained, which, kind, is_late=True)) <= parity.TOLERANCE
+
+
+class Asking(nn.Module):
+    """Asks for the gradient of its input only after a projection has read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.left, self.right, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left = self.left(x)
+        x.requires_grad_()
+        return self.down(left * self.right(x))
+
+
+def gradient_of_input() -> float:
+    rules = [
+        {"match": "{left,right}", "place": {"tp": "colwise"}},
+        {"match": "down", "place": {"tp": "rowwise"}},
+    ]
+    live = meshplan.parallelize(Asking(), {"version": 1, "mesh": {"tp": 2}, "rules": rules})
+    given = [torch.ones(2, 8), torch.ones(2, 8)]
+    for model, x in zip((live, Asking()), given, strict=True):
+        model(x).square().sum().backward()
+    assert given[0].grad is not None
+    return float((given[0].grad - given[1].grad).abs().max())
+
+
+def test_an_input_that_requires_a_gradient_later_gets_it(pool):
+    assert max(pool(2).run(gradient_of_input)) <= parity.TOLERANCE
