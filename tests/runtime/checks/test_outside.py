@@ -279,3 +279,57 @@ def test_nothing_is_watched_when_a_forward_has_failed(pool):
 
 
 TP_RULES = [{"match": "layers.*.linear", "place": {"tp": "colwise_gather_output"}}]
+
+
+class Part(nn.Module):
+    """A unit of which the model calls a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.embed(tokens))))
+
+
+class Detour(nn.Module):
+    """Looks tokens up in a table of a unit that does not run at that time, from a given call on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first, self.calls = first, 0
+        self.part, self.head = Part(), nn.Linear(WIDTH, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out = self.part(tokens)
+        if self.calls >= self.first:
+            out = out + self.part.embed(tokens)
+        self.calls += 1
+        return self.head(out)
+
+
+def looked_up_too_late(first: int) -> tuple[int, str]:
+    """Run three forwards; return how many gave a result, and what the next one raised."""
+    rules = [
+        {"match": "part", "unit": True},
+        {"match": "part.embed", "place": {"tp": "vocab"}},
+        {"match": "part.up", "place": {"tp": "colwise"}},
+        {"match": "part.down", "place": {"tp": "rowwise"}},
+    ]
+    plan = {"version": 1, "mesh": {"dp_shard": 2, "tp": 2}, "rules": rules}
+    model = meshplan.parallelize(Detour(first), plan)
+    for number in range(3):
+        try:
+            model(torch.arange(16).reshape(2, 8))
+        except meshplan.ApplyError as error:
+            return number, str(error)
+    return 3, ""
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_shard_is_not_taken_for_a_part_along_tp(pool, first):
+    """Rows that another data rank holds would be looked up as zeros."""
+    for number, message in pool(4).run(looked_up_too_late, first):
+        assert number == first
+        assert "part.embed.weight is used outside the forward of the unit" in message

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.nn import functional as F
 
 from meshplan.assign import StyleUse
@@ -77,13 +77,37 @@ def is_known(module: nn.Module) -> bool:
     ) and not (isinstance(module, nn.Embedding) and not _looks_up_only(module))
 
 
-def compute_locally(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
+def own_part(parameter: DTensor, fqn: str, gradient: Placement | None = None) -> torch.Tensor:
+    """Return this rank's part of a parameter along tp, as `local_part` does.
+
+    Args:
+        parameter: The parameter.
+        fqn: Its fully qualified name.
+        gradient: Placement of the part's gradient; None for that of the parameter.
+
+    Raises:
+        ApplyError: The parameter is sharded over data axes too: its FSDP unit has not gathered it.
+    """
+    if len(parameter.placements) > 1:
+        raise ApplyError(
+            Problem(
+                f"{fqn} is used outside the forward of the unit that gathers it, where each rank "
+                "holds only a shard",
+                fix="set unit: false for that unit, which leaves its parameters to the enclosing "
+                "unit (needed for a block whose forward the model does not call)",
+            )
+        )
+    return local_part(parameter, gradient)
+
+
+def compute_locally(module: nn.Module, fqn: str, use: StyleUse, tp: DeviceMesh) -> None:
     """Make a module's forward compute on local tensors: its inputs and this rank's part of weights.
 
     `module.forward` is wrapped, instead of hooked, so that a recomputed forward does the same.
 
     Args:
         module: The module, whose parameters are DTensors already.
+        fqn: The module's fully qualified name.
         use: The module's tensor-parallel style, with the pieces of its fused dim.
         tp: The mesh of tp.
     """
@@ -96,12 +120,13 @@ def compute_locally(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
     def own(name: str, parameter: torch.Tensor) -> torch.Tensor:
         if not isinstance(parameter, DTensor):
             return parameter
+        of_model = f"{fqn}.{name}".removeprefix(".")
         if parameter.placements != (Replicate(),):
-            return local_part(parameter)
+            return own_part(parameter, of_model)
         if is_added:
-            return redistributed(local_part(parameter), tp, share)
+            return redistributed(own_part(parameter, of_model), tp, share)
         # Each rank computes the gradient of its rows or tokens; their sum is the full gradient.
-        whole = local_part(parameter, Partial())
+        whole = own_part(parameter, of_model, Partial())
         dims = dims_of(kind, name, parameter.ndim)
         if cut_dim not in dims or not rows:
             return whole
@@ -143,7 +168,7 @@ def _looks_up_only(module: nn.Embedding) -> bool:
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
-def look_up_own_rows(module: nn.Embedding, tp: DeviceMesh) -> None:
+def look_up_own_rows(module: nn.Embedding, fqn: str, tp: DeviceMesh) -> None:
     """Make an embedding look up the rows on this rank and return zeros for all others, in place.
 
     The outputs of the ranks add up to the embedding, and each rank's gradient covers its own rows.
@@ -159,7 +184,7 @@ def look_up_own_rows(module: nn.Embedding, tp: DeviceMesh) -> None:
     def own(input: torch.Tensor) -> torch.Tensor:
         table = module.weight
         assert isinstance(table, DTensor)
-        rows = local_part(table)
+        rows = own_part(table, f"{fqn}.weight".removeprefix("."))
         at = (input.to_local() if isinstance(input, DTensor) else input) - first
         elsewhere = (at < 0) | (at >= len(rows))
         at.masked_fill_(elsewhere, 0)

@@ -17,18 +17,20 @@ from torch.nn import functional as F
 from meshplan.assign import StyleUse
 from meshplan.errors import ApplyError, Problem
 from meshplan.layout.layout import own_parts
-from meshplan.runtime.torch_private.redistribution import Redistribution, local_part, redistributed
+from meshplan.runtime.apply.tensor_parallel.local_tensors import own_part
+from meshplan.runtime.torch_private.redistribution import Redistribution, redistributed
 
 
-def attend_by_heads(module: nn.MultiheadAttention, use: StyleUse, tp: DeviceMesh) -> None:
+def attend_by_heads(module: nn.MultiheadAttention, fqn: str, use: StyleUse, tp: DeviceMesh) -> None:
     """Replace the forward of a module instance by one that computes this rank's heads.
 
     Args:
         module: The attention module, whose parameters are DTensors already.
+        fqn: The module's fully qualified name.
         use: The module's tensor-parallel style.
         tp: The mesh of tp.
     """
-    cut = _LocalHeads(module, use, tp)
+    cut = _LocalHeads(module, fqn, use, tp)
 
     def forward(
         query: Tensor,
@@ -87,8 +89,10 @@ class _LocalHeads:
         num_heads: Number of heads on this rank.
     """
 
-    def __init__(self, module: nn.MultiheadAttention, use: StyleUse, tp: DeviceMesh) -> None:
-        self.module, self.tp = module, tp
+    def __init__(
+        self, module: nn.MultiheadAttention, fqn: str, use: StyleUse, tp: DeviceMesh
+    ) -> None:
+        self.module, self.fqn, self.tp = module, fqn, tp
         self.rows = own_parts(use.pieces, tp.get_local_rank(), tp.size())
         self.num_heads = module.num_heads // tp.size()
 
@@ -98,12 +102,16 @@ class _LocalHeads:
             x, self.tp, Redistribution(Replicate(), Replicate(), Partial(), Replicate())
         )
 
+    def _part(self, parameter: Tensor) -> Tensor:
+        """Return this rank's part of a parameter."""
+        return own_part(parameter, self.fqn) if isinstance(parameter, DTensor) else parameter
+
     def _own(self, parameter: Tensor) -> tuple[Tensor, ...]:
         """Return this rank's rows of q, k and v from a parameter that concatenates them."""
         assert isinstance(parameter, DTensor)
         if parameter.placements != (Replicate(),):
-            return local_part(parameter).chunk(3)
-        whole = local_part(parameter, Partial())
+            return self._part(parameter).chunk(3)
+        whole = own_part(parameter, self.fqn, Partial())
         return tuple(whole[rows] for rows in self.rows)
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -118,7 +126,9 @@ class _LocalHeads:
         if m.in_proj_weight is not None:
             weights = self._own(m.in_proj_weight)
         else:
-            weights = tuple(_local(w) for w in (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight))
+            weights = tuple(
+                self._part(w) for w in (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight)
+            )
         biases = (None,) * 3 if m.in_proj_bias is None else self._own(m.in_proj_bias)
         return tuple(
             F.linear(inputs[id(t)], w, b).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -161,18 +171,14 @@ class _LocalHeads:
     def combine(self, context: Tensor) -> Tensor:
         """Apply the output projection: sum over the heads of all ranks, then add the bias once."""
         projection = self.module.out_proj
-        out = self._added(F.linear(context, _local(projection.weight)))
+        out = self._added(F.linear(context, self._part(projection.weight)))
         bias: Tensor | None = projection.bias
-        return out if bias is None else out + _local(bias)
+        return out if bias is None else out + self._part(bias)
 
     def _added(self, addend: Tensor) -> Tensor:
         """Return the sum of the ranks' addends, on every rank."""
         add = Redistribution(Partial(), Replicate(), Replicate(), Replicate())
         return redistributed(addend, self.tp, add)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return local_part(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

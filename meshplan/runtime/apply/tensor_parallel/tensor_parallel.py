@@ -34,6 +34,7 @@ from meshplan.runtime.apply.tensor_parallel.local_tensors import (
     is_known,
     look_up_own_rows,
     looks_up_own_rows,
+    own_part,
     set_local_attributes,
 )
 from meshplan.runtime.apply.tensor_parallel.multihead import attend_by_heads
@@ -42,7 +43,7 @@ from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import activation_placement, placement, submesh
 from meshplan.runtime.torch_private.ops import as_dtensor
 from meshplan.runtime.torch_private.private import has_hooks
-from meshplan.runtime.torch_private.redistribution import Redistribution, local_part, redistributed
+from meshplan.runtime.torch_private.redistribution import Redistribution, redistributed
 from meshplan.runtime.trace.sp_boundary import check_even, cross, with_argument
 
 
@@ -69,24 +70,24 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
                 _gather_at_use(model, name)
         if placed.is_local:
             _local_at_use(model, placed)
-    styles = [(model.get_submodule(fqn), use) for fqn, use in plan.assignment.styles.items()]
+    styles = [(f, model.get_submodule(f), use) for f, use in plan.assignment.styles.items()]
     # Hooks of other code may compute anything with what they see, so they see DTensors.
-    hooked = {id(module) for module, _ in styles if has_hooks(module)}
+    hooked = {id(module) for _, module, _ in styles if has_hooks(module)}
     for crossing in plan.assignment.crossings:
         cross(model.get_submodule(crossing.module), crossing, tp)
     outside = "S(1)" if plan.assignment.sequence_parallel else "R"
     # Compiled code may use DTensors: their cost on the host is paid once, when it is traced.
     is_compiled = compiles(model, plan)
-    for module, use in styles:
+    for fqn, module, use in styles:
         if isinstance(module, nn.MultiheadAttention):
-            attend_by_heads(module, use, tp)
+            attend_by_heads(module, fqn, use, tp)
             continue
         hooks = _StyleHooks(use, tp, outside)
         is_local = not is_compiled and id(module) not in hooked and hooks.suits_local(module)
         if use.style.cut_dim == "vocab" and looks_up_own_rows(module, tp):
-            look_up_own_rows(module, tp)
+            look_up_own_rows(module, fqn, tp)
         elif use.pieces or is_local:
-            compute_locally(module, use, tp)
+            compute_locally(module, fqn, use, tp)
         hooks.around(module, is_local=is_local)
     if not is_compiled:
         for fqn in {fqn.rpartition(".")[0] for fqn in plan.assignment.styles}:
@@ -366,7 +367,8 @@ def _local_at_use(model: nn.Module, placed: Placed) -> None:
     The gradient of a replicated parameter is summed over the ranks of tp.
     """
     gradient = None if placed.computed.axes else Partial()
-    _at_use(model, placed.info.fqn, lambda value: local_part(value, gradient))
+    fqn = placed.info.fqn
+    _at_use(model, fqn, lambda value: own_part(value, fqn, gradient))
 
 
 def _gather_at_use(model: nn.Module, name: str) -> None:
