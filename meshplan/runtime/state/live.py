@@ -19,6 +19,7 @@ from meshplan.runtime.apply.parameters.randomness import stream_of
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import Applied, applied, own_module
 from meshplan.runtime.base.mesh import local_of
+from meshplan.runtime.torch_private.private import reshard
 from meshplan.shown import shown
 from meshplan.state.boxes import LocalBox
 from meshplan.state.held import HeldTensor, held_alone, held_sharded, held_whole, plain_name
@@ -103,7 +104,7 @@ class LiveState:
         """Add the tensors of one stage's module, or of the whole model."""
         for each in module.modules():
             if isinstance(each, FSDPModule):
-                each.reshard()  # A forward without backward leaves units gathered.
+                reshard(each)  # A forward without backward leaves units gathered.
         placed = self.plan.assignment.tensors
         live: Iterator[tuple[str, torch.Tensor]]
         for live in (module.named_parameters(), module.named_buffers()):

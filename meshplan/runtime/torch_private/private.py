@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.runtime.torch_private.fakes import is_fake
@@ -80,6 +80,28 @@ def _param_groups(module: nn.Module) -> list[Any]:
         group = getattr(state, "_fsdp_param_group", None)
         groups = [group] if group else []
     return list(groups)
+
+
+def reshard(module: FSDPModule) -> None:
+    """Free the gathered parameters of an FSDP2 unit, even if its last forward raised.
+
+    Assumes: no forward of the unit is running.
+
+    Private, because FSDP2 takes a forward that raised for one that still runs. `reshard` then frees
+    no parameters that stay gathered after a forward, and later forwards use their old values after
+    the optimizer has updated the shards. The public `FSDPModule.reset_iter_state` of torch 2.13
+    also drops gradients that wait for another microbatch.
+    """
+    from torch.distributed._composable_state import _get_module_state
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state: Any = _get_module_state(module)
+    for each in (state, *_param_groups(module)):
+        if each._training_state == TrainingState.FORWARD:
+            each._training_state = TrainingState.IDLE
+    if state._state_ctx.iter_forward_root is state:
+        state._state_ctx.iter_forward_root = None
+    module.reshard()
 
 
 def on_reduction(

@@ -29,7 +29,7 @@ from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.data.fake_ddp import FakeDDP
 from meshplan.runtime.base.fake_mode import INSTEAD_OF_WRAPPING, is_fake_execution
 from meshplan.runtime.base.mesh import device, submesh, unit_mesh
-from meshplan.runtime.torch_private.private import intercept_calls, replicate_unit
+from meshplan.runtime.torch_private.private import intercept_calls, replicate_unit, reshard
 from meshplan.spec.spec import Precision
 
 _DDP_WORDS = {"bucket_mb": "bucket_cap_mb"}
@@ -179,7 +179,7 @@ def reshard_units(model: nn.Module, plan: Plan) -> None:
     for unit in plan.assignment.units.values():
         module = model.get_submodule(unit.fqn)
         assert isinstance(module, FSDPModule)
-        module.reshard()
+        reshard(module)
 
 
 def keep_evaluation_apart(model: nn.Module, plan: Plan) -> None:
