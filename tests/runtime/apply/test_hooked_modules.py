@@ -102,18 +102,33 @@ class Asking(nn.Module):
         return self.down(left * self.right(x))
 
 
-def gradient_of_input() -> float:
+class Writing(Asking):
+    """Writes into a tensor between two projections that read it; the first one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left.requires_grad_(False)  # Otherwise torch refuses to write what it has saved.
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        left = self.left(x)
+        x.mul_(3)
+        return self.down(left * self.right(x))
+
+
+def gradient_of_input(kind: type[Asking]) -> float:
     rules = [
         {"match": "{left,right}", "place": {"tp": "colwise"}},
         {"match": "down", "place": {"tp": "rowwise"}},
     ]
-    live = meshplan.parallelize(Asking(), {"version": 1, "mesh": {"tp": 2}, "rules": rules})
-    given = [torch.ones(2, 8), torch.ones(2, 8)]
-    for model, x in zip((live, Asking()), given, strict=True):
+    live = meshplan.parallelize(kind(), {"version": 1, "mesh": {"tp": 2}, "rules": rules})
+    given = [torch.ones(2, 8).requires_grad_(kind is Writing) for _ in range(2)]
+    for model, x in zip((live, kind()), given, strict=True):
         model(x).square().sum().backward()
     assert given[0].grad is not None
     return float((given[0].grad - given[1].grad).abs().max())
 
 
-def test_an_input_that_requires_a_gradient_later_gets_it(pool):
-    assert max(pool(2).run(gradient_of_input)) <= parity.TOLERANCE
+@pytest.mark.parametrize("kind", [Asking, Writing])
+def test_an_input_of_two_projections_gets_its_gradient(pool, kind):
+    assert max(pool(2).run(gradient_of_input, kind)) <= parity.TOLERANCE

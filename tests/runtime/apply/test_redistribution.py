@@ -13,7 +13,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.nn.utils import parametrizations
 
 import meshplan
@@ -182,6 +189,66 @@ PAIR = [
 def test_modules_of_torch_train_as_in_one_process(pool, kind):
     gate = [{"match": "gate", "place": {"tp": "colwise"}}] if kind.startswith("beside") else []
     assert max(pool(2).run(trained, kind, [*PAIR, *gate])) <= parity.TOLERANCE
+
+
+class Stream(nn.Module):
+    """A stream of tokens through every kind of layer of torch that computes on local tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(10, 8, padding_idx=7)
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.RMSNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head = nn.Linear(8, 10)
+        with torch.no_grad():  # Weights of ones and biases of zeros would hide mistakes.
+            for parameter in self.parameters():
+                parameter += torch.randn_like(parameter) * 0.3
+            self.embed.weight[7] = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = x + self.down(self.up(self.norm1(x)).tanh())
+        return self.head(self.norm2(x))
+
+
+STREAM = [
+    {"match": "{embed,head}", "place": {"tp": "vocab"}},
+    {"match": "norm{1,2}", "place": {"tp": "sequence_parallel"}},
+    *PAIR,
+]
+
+
+def streamed(is_split: bool) -> dict[str, float]:
+    """Largest differences to one process: of the losses, and of every parameter's gradient."""
+    plan = {"version": 1, "mesh": {"tp": 2}, "sequence_parallel": is_split, "rules": STREAM}
+    live, alone = meshplan.parallelize(Stream(), plan), Stream()
+    tokens = torch.arange(20).remainder(10).reshape(2, 10)  # Every row, those at the ends too.
+    losses = []
+    for model in (live, alone):
+        loss = nn.functional.cross_entropy(model(tokens).transpose(1, 2), tokens.flip(1))
+        loss.backward()
+        losses.append(loss.item())
+    apart = {"loss": abs(losses[0] - losses[1])}
+    for name, parameter in live.named_parameters():
+        gradient, expected = parameter.grad, alone.get_parameter(name).grad
+        assert gradient is not None
+        assert expected is not None
+        if isinstance(gradient, DTensor):
+            assert gradient.placements == parameter.placements
+            own = gradient.to_local()  # Of what is replicated, every rank has the whole.
+            expected = distribute_tensor(
+                expected, gradient.device_mesh, gradient.placements, src_data_rank=None
+            ).to_local()
+            gradient = own
+        apart[name] = float((gradient - expected).abs().max())
+    return apart
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "sequence_parallel"])
+def test_every_layer_gives_the_gradients_of_one_process(pool, is_split):
+    for apart in pool(2).run(streamed, is_split):
+        assert {name: each for name, each in apart.items() if each > parity.TOLERANCE} == {}
 
 
 def local_forwards_of(kind: str) -> tuple[bool, bool]:
