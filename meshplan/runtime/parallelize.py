@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,7 +37,7 @@ from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.checks.detours import explain_mixed_losses, refuse_copies_and_casts
 from meshplan.runtime.comparisons.batches import watch_batches
 from meshplan.runtime.comparisons.drift import watch_drift
-from meshplan.runtime.comparisons.optimizers import watch_optimizers
+from meshplan.runtime.comparisons.optimizers import note_replaced, watch_optimizers
 from meshplan.runtime.live.planned import closed_together
 from meshplan.runtime.torch_private.local_steps import step_on_local_tensors
 from meshplan.runtime.torch_private.private import forget_units
@@ -125,6 +126,7 @@ def _parallelize(
     publish()
     with _untouched_on_error(model):
         values = agree_on_values(model, decided)
+        before = [weakref.ref(parameter) for parameter in model.parameters()]
         wrapped = apply_plan(model, decided, mesh, values)
         refuse_whole_tensors(wrapped)
         watch_torch_hooks(wrapped, decided)
@@ -133,6 +135,7 @@ def _parallelize(
         register(wrapped, decided, mesh)
         watch_batches(wrapped)
         watch_drift(wrapped)
+        note_replaced(before, wrapped)
         watch_optimizers()
         step_on_local_tensors()
         note_forwards(wrapped, decided)

@@ -1,14 +1,18 @@
 """Check that an optimizer has no parameters outside of the parallelized models.
 
-A criterion with weights that was created outside of the model has such parameters. Nothing averages
-their gradients over ranks, so these weights become different on every rank, and the model is then
-trained on a different loss on every rank.
+An optimizer that was created before `parallelize` has parameters that the model no longer has. They
+get no gradient, so its steps would change nothing.
+
+The weights of a criterion that was created outside of the model belong to no plan. Nothing averages
+their gradients over ranks, so they become different on every rank, and the model is then trained on
+a different loss on every rank.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -26,13 +30,23 @@ _FIX = (
 
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
+_replaced: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+"""Parameters in place of which parallelized models have others, by `id`."""
+
+
+def note_replaced(before: Iterable[weakref.ref[nn.Parameter]], model: nn.Module) -> None:
+    """Record the parameters that a model had before a plan was applied, and does not have now."""
+    own = {id(p) for p in model.parameters()}
+    alive = (each() for each in before)
+    _replaced.update({id(p): p for p in alive if p is not None and id(p) not in own})
+
 
 @functools.cache
 def watch_optimizers() -> None:
     """Check every optimizer before its first step, and again after parameters were added to it.
 
     The step raises an ApplyError if the optimizer trains a parameter that belongs to no
-    parallelized model.
+    parallelized model, or that a parallelized model has replaced by another.
     """
     before_steps(_look)
 
@@ -41,6 +55,14 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
     optimized = [p for group in optimizer.param_groups for p in group["params"]]
     if _seen.get(optimizer) == len(optimized):
         return
+    if any(p.requires_grad and id(p) in _replaced for p in optimized):
+        raise ApplyError(
+            Problem(
+                "the optimizer was created before parallelize, from parameters in place of which "
+                "the model has others now: nothing would be trained",
+                fix="create the optimizer from model.parameters() after parallelize",
+            )
+        )
     models = [each for each in known_models() if is_stepped(optimizer, each)]
     if not any(each.plan.mesh.size(*GRADIENT_AXES) > 1 for each in models):
         return

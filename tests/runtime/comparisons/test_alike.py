@@ -312,6 +312,43 @@ def test_a_criterion_that_no_plan_knows_is_refused(pool, plan):
         assert "of shape [2] that belongs to no parallelized model" in told
 
 
+def stepped(plan: dict[str, Any], is_early: bool) -> str:
+    """Take a step in a loop by hand, with an optimizer made before or after `parallelize`."""
+    model = net()
+    early = torch.optim.SGD(model.parameters(), 0.1)
+    wrapped = meshplan.parallelize(model, plan)
+    sgd = early if is_early else torch.optim.SGD(wrapped.parameters(), 0.1)
+    x, y = meshplan.local_batch(wrapped, (torch.randn(8, 8), torch.randn(8, 4)))
+    F.mse_loss(wrapped(x), y).backward()
+    try:
+        sgd.step()
+    except meshplan.ApplyError as error:
+        return str(error)
+    return ""
+
+
+EARLY: dict[str, dict[str, Any]] = {
+    "full_shard": {"version": 1, "strategy": "full_shard"},
+    "tp": {
+        "version": 1,
+        "mesh": {"tp": 2},
+        "rules": [{"match": "0", "place": {"tp": "colwise_gather_output"}}],
+    },
+}
+
+
+@pytest.mark.parametrize("plan", EARLY)
+def test_an_optimizer_of_parameters_that_were_replaced_is_refused(pool, plan):
+    for told in pool(2).run(stepped, EARLY[plan], is_early=True):
+        assert "the optimizer was created before parallelize" in told
+    assert pool(2).run(stepped, EARLY[plan], is_early=False) == ["", ""]
+
+
+def test_ddp_replaces_no_parameter(pool):
+    plan = {"version": 1, "strategy": "ddp"}
+    assert pool(2).run(stepped, plan, is_early=True) == ["", ""]
+
+
 def two_models() -> str:
     """A generator and its discriminator in one optimizer."""
     both = [meshplan.parallelize(net(), {"version": 1, "strategy": "ddp"}) for _ in range(2)]
