@@ -118,6 +118,7 @@ def parts(where: Placement, gradient: Placement | None) -> list[bool]:
             torch.equal(ours.full_tensor(), theirs.full_tensor())
             and ours.placements == theirs.placements
             and ours.shape == parameter.shape
+            and ours.to_local().stride() == parameter.to_local().stride()
         )
     return out
 
