@@ -207,8 +207,10 @@ class ExternalStep:
         """
         model, state, weights = self.model, self.state, self._weights
         assert isinstance(model, PipelinedModule)
-        assert weights is not None
-        own = weights
+        if weights is None:
+            what = "a training_step runs forward and backward twice on one microbatch"
+            raise ApplyError(Problem(what, fix="use a plan without pp"))
+        own, self._weights = weights, None
         if not self._number:
             for parameter in self._parameters():
                 parameter.grad = None

@@ -29,11 +29,12 @@ from meshplan.interop.trainer_batches import (
     prepared,
     rest_of,
 )
+from meshplan.interop.trainer_call import example_of_call
 from meshplan.interop.trainer_folders import STATE, in_place_of, last_whole, save_over
 from meshplan.interop.trainer_loss import (
     NumItems,
-    RanksRead,
     fill_rows,
+    mean_over_ranks,
     names_ranks,
     own_methods,
     plain_number,
@@ -42,7 +43,8 @@ from meshplan.interop.trainer_loss import (
     times,
     with_share,
 )
-from meshplan.interop.trainer_pipeline import pipeline_step
+from meshplan.interop.trainer_pipeline import over_pipelines
+from meshplan.interop.trainer_ranks import LossRanks
 from meshplan.runtime.apply.loss.loss_weights import IGNORED
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import applied, own_module
@@ -50,7 +52,6 @@ from meshplan.runtime.parallelize import PlanLike, parallelize, spec_of
 from meshplan.runtime.state.load import load
 from meshplan.runtime.state.save import save
 from meshplan.runtime.torch_private.private import intercept_calls
-from meshplan.runtime.train.evaluation import reduce
 from meshplan.runtime.train.gradient_scale import clip_grad_norm_
 from meshplan.runtime.train.step import data_rank
 from meshplan.runtime.watch.guard import guarded
@@ -82,7 +83,10 @@ def trainer(base: type) -> type:
         what = f"{base!r} is not a Trainer of transformers"
         raise ApplyError(Problem(what, fix="pass the class: meshplan.trainer(Trainer)"))
     check_hooks(base)
-    return type(f"Planned{base.__name__}", (_Planned, base), {"__doc__": base.__doc__})
+    # `over_pipelines` comes between `base` and the Trainer itself, unless `base` is the Trainer.
+    last = over_pipelines(Trainer)
+    bases = (_Planned, last) if base is Trainer else (_Planned, base, last)
+    return type(f"Planned{base.__name__}", bases, {"__doc__": base.__doc__})
 
 
 class _Planned:
@@ -113,13 +117,11 @@ class _Planned:
     ) -> None:
         self._plan, self._example_inputs = plan, example_inputs
         self._step: ExternalStep | None = None
-        self._is_counted = False
-        """True if the loss was last divided by a number of items that the caller counted."""
         self._last: LastBatch | None = None
         """The last batch of an epoch while it is trained on, if it is filled up."""
         self._share: float | None = None
         """The weight of the mean over this rank's samples in such a batch."""
-        self._ranks_read: RanksRead | None = None
+        self._loss_ranks: LossRanks | None = None
         spec_of(plan)  # An unreadable plan is reported here, not at the first batch.
         super().__init__(*args, **kwargs)
         if self.optimizer is not None or self.lr_scheduler is not None:
@@ -155,10 +157,18 @@ class _Planned:
         """Return the parallelized model; apply the plan when it is needed first."""
         if self._step is None:
             self.label_smoother = shifting_as(self.model, self.label_smoother)
-            wrapped = parallelize(self.model, self._plan, example_inputs=self._example_inputs)
+            example = self._example_inputs
+            if (
+                example is None
+                and self._overrides("compute_loss")
+                and spec_of(self._plan).reads_flow
+            ):
+                example = example_of_call(self)
+            wrapped = parallelize(self.model, self._plan, example_inputs=example)
             if problems := plan_problems(self, applied(wrapped).given):
                 raise PlanError(problems)
             self._step = ExternalStep(wrapped)
+            self._loss_ranks = LossRanks(self.accelerator, wrapped, self._rows_left)
             # A function, because a copy of the model must not copy this Trainer.
             intercept_calls(wrapped, lambda call, *a, **k: self._called(call, *a, **k))
             # Of a pipeline the whole model without values: it has the config and the forward.
@@ -166,8 +176,6 @@ class _Planned:
                 wrapped.skeleton if isinstance(wrapped, PipelinedModule) else own_module(wrapped)
             )
             self.model, self.model_wrapped = whole, wrapped
-            if hasattr(self, "_tp_size"):
-                self._tp_size = self.get_tp_size()  # By which TRL divides its count of tokens.
         wrapped = self._step.model
         if not any(each is wrapped for each in self.accelerator._models):
             self.accelerator._models.append(wrapped)  # It is prepared.
@@ -298,7 +306,7 @@ class _Planned:
 
     def get_tp_size(self) -> int:
         """Return the number of ranks that have the same samples, by which counts are divided."""
-        if self._ranks_read is not None and self._ranks_read.is_inside:
+        if self._loss_ranks is not None and self._loss_ranks.is_inside:
             return 1  # Counts are of the data ranks.
         return dist.get_world_size() // self._ranks()[0] if self._step is not None else 1
 
@@ -323,12 +331,11 @@ class _Planned:
                 step.begin(dict(inputs))
                 self._share = share
                 try:
-                    if is_cut:
-                        return pipeline_step(self, step, own, num_items_in_batch, is_last=is_last)
                     loss = super().training_step(model, own, num_items_in_batch)  # type: ignore[misc]
                 finally:
                     self._share = None
-                step.count()
+                if not is_cut:
+                    step.count()
             return loss
 
     def _own(self, inputs: Any, *, is_cut: bool) -> tuple[Any, float | None]:
@@ -363,28 +370,26 @@ class _Planned:
         The number of items is that of all ranks: the Trainer multiplies its own losses by the
         number of ranks, but one that divides by it in a `compute_loss` of its own may not.
         """
-        assert self._step is not None
+        if self._step is None or self._loss_ranks is None:
+            return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         names = ("return_outputs", "num_items_in_batch")
         kwargs.update(zip(names, args, strict=False))
         number = kwargs.get("num_items_in_batch")
         items = NumItems(number) if number is not None else None
         if items is not None:
             kwargs["num_items_in_batch"] = items.number
-        ranks = self._ranks()[0]
-        if self._ranks_read is None:
-            self._ranks_read = RanksRead(self.accelerator, ranks)
-        with self._step.guarding_loss(), self._ranks_read as seen:
+        with self._step.guarding_loss(), self._loss_ranks as seen:
             found = super().compute_loss(model, inputs, **kwargs)  # type: ignore[misc]
         is_used = items is not None and items.is_used and stated_scaling(self) is not False
-        self._is_counted = is_used
+        seen.is_counted = is_used
         is_multiplied = seen.is_read or names_ranks(
             own_methods(type(self), _Planned, "compute_loss")
         )
         factor = 1.0 if self._share is None or (is_used and self._share) else self._share
         if is_used and not is_multiplied:
-            factor *= ranks
+            factor *= self._ranks()[0]
         elif items is not None and not is_used and self.compute_loss_func is not None:
-            factor /= ranks  # The Trainer has multiplied a mean.
+            factor /= self._ranks()[0]  # The Trainer has multiplied a mean.
         return times(found, factor)
 
     def _clip_grad_norm(self, model: Any) -> Any:
@@ -415,29 +420,27 @@ class _Planned:
         if last is not None:
             inputs, own = evaluated(inputs, last)
         counted = self._count_labels(inputs)
-        self._is_counted = False
+        noted = self._loss_ranks
+        assert noted is not None
+        noted.is_counted = False
         with guarded("prediction_step"):
             loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
             if last is not None and own < last.size:
                 rest = fill_rows(rest, own, last.size)
-            if loss is None or counted is None or stated_scaling(self) is False:
-                return (loss, *rest)  # Which the Trainer weights by samples.
-            # Subclasses that evaluate by themselves, such as TRL's, may take this rank's mean.
-            count = counted.double()
-            total = torch.where(count > 0, loss.double() * count, torch.zeros_like(count))
-            is_counted = torch.full_like(count, self._is_counted)
-            own_sum = torch.where(is_counted > 0, loss.double(), torch.zeros_like(count))
-            every = torch.stack((total, count, own_sum, is_counted))
-            total, count, shares, is_counted = reduce(every, "sum", self._planned())
-            # One that counts has divided by the tokens of all ranks, and multiplied by the ranks.
-            mean = shares / self._ranks()[0] if int(is_counted) else total / count
-            loss = mean.to(loss.dtype)
+            # A mean over samples is weighted by the Trainer.
+            if loss is not None and counted is not None and stated_scaling(self) is not False:
+                loss = mean_over_ranks(loss, counted, noted.is_counted, self._planned())
             return (loss, *rest)
 
     def _rest(self) -> Rest | None:
         """Return what is known of a last batch that is filled up; None for any other batch."""
         state = self.accelerator.gradient_state
         return rest_of(state.active_dataloader, *self._ranks()) if state.end_of_dataloader else None
+
+    def _rows_left(self) -> int | None:
+        """Return the number of samples in a filled-up batch that are no repeated ones."""
+        rest = self._rest()
+        return None if rest is None else rest.left
 
     @property
     def gather_function(self) -> Callable[[Any], Any]:
@@ -452,8 +455,7 @@ class _Planned:
         from accelerate.utils.operations import recursively_apply
 
         every = self.accelerator.gather(tensors)
-        mesh, rest = applied(self._planned()).plan.mesh, self._rest()
-        left = None if rest is None else rest.left
+        mesh, left = applied(self._planned()).plan.mesh, self._rows_left()
         return recursively_apply(lambda tensor: each_sample_once(tensor, mesh)[:left], every)
 
     # Checkpoints.

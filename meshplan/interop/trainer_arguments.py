@@ -89,9 +89,6 @@ def plan_problems(trainer: Any, plan: Plan) -> list[Problem]:
         if plan.assignment.stages is not None and getattr(args, name, None):
             refuse(f"{name}={getattr(args, name)} was given, which has no effect on a pipeline",
                    "mesh.pp", "leave it out")  # fmt: skip
-    if plan.assignment.stages is not None and trainer._overrides("training_step"):
-        refuse("the Trainer has a training_step of its own, which a pipeline would not call",
-               "mesh.pp", "use a plan without pp")  # fmt: skip
     if plan.assignment.context is not None:
         refuse("the Trainer counts tokens of whole sequences, which cp cuts", "mesh.cp",
                "use a plan without cp, or a loop around meshplan.train_step")  # fmt: skip

@@ -7,9 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from meshplan.runtime.apply.loss.loss_weights import zero_of
+from meshplan.runtime.train.evaluation import reduce
+from meshplan.runtime.train.step import data_rank
 
 
 def shifting_as(model: Any, smoother: Any) -> Any:
@@ -120,43 +123,6 @@ def plain_number(number: Any, *, is_used: bool) -> float:
     return float(number if is_used or not isinstance(items, NumItems) else items.plain)
 
 
-class RanksRead:
-    """Notes whether a loss reads the number of ranks, by which the Trainer multiplies it.
-
-    Inside of it, that number is the one of the data ranks.
-
-    Args:
-        accelerator: The Trainer's Accelerator, which has the number.
-        ranks: Number of data ranks.
-
-    Attributes:
-        is_read: True if it was read.
-        is_inside: True while a loss is computed.
-    """
-
-    def __init__(self, accelerator: Any, ranks: int) -> None:
-        self.is_read = self.is_inside = False
-        self._accelerator, self._kind = accelerator, type(accelerator)
-        noted = self
-
-        class Counted(self._kind):  # type: ignore[name-defined]
-            @property
-            def num_processes(self) -> int:
-                noted.is_read = True
-                return ranks
-
-        self._counted = Counted
-
-    def __enter__(self) -> RanksRead:
-        self.is_read, self.is_inside = False, True
-        self._accelerator.__class__ = self._counted
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.is_inside = False
-        self._accelerator.__class__ = self._kind
-
-
 def names_ranks(functions: Iterable[Any]) -> bool:
     """Return True if code of a loss asks torch or the arguments for the number of ranks."""
     names = {"get_world_size", "world_size"}
@@ -180,6 +146,30 @@ def own_methods(kind: type, after: type, name: str) -> list[Any]:
     kinds = kind.__mro__
     below = kinds[kinds.index(after) + 1 : kinds.index(Trainer)]
     return [vars(each)[name] for each in below if name in vars(each) and each is not Seq2SeqTrainer]
+
+
+def mean_over_ranks(
+    loss: torch.Tensor, counted: torch.Tensor, is_share: bool, model: nn.Module
+) -> torch.Tensor:
+    """Return the mean loss over the labels of all data ranks.
+
+    Args:
+        loss: The loss of this rank.
+        counted: Number of its labels that count.
+        is_share: True if the loss was divided by the labels of all data ranks, and multiplied by
+            the number of these ranks; False if it is the mean over this rank's labels.
+        model: The module that `parallelize` returned.
+    """
+    # Subclasses that evaluate by themselves, such as TRL's, may take this rank's mean.
+    count = counted.double()
+    total = torch.where(count > 0, loss.double() * count, torch.zeros_like(count))
+    is_counted = torch.full_like(count, is_share)
+    own_sum = torch.where(is_counted > 0, loss.double(), torch.zeros_like(count))
+    every = torch.stack((total, count, own_sum, is_counted))
+    total, count, shares, is_counted = reduce(every, "sum", model)
+    # Each rank's share has the factor of the number of ranks.
+    mean = shares / data_rank(model).num_replicas if int(is_counted) else total / count
+    return mean.to(loss.dtype)
 
 
 def times(found: Any, factor: float) -> Any:

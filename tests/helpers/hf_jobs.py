@@ -104,12 +104,25 @@ class Weighted(Trainer):  # type: ignore[misc]
 
 
 class Gathering(Trainer):  # type: ignore[misc]
-    """Keeps what all ranks have found, in its loss."""
+    """Keeps and logs which share of the tokens of all ranks is predicted, beside its loss."""
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, True, **kwargs)
-        self.seen = self.accelerator.gather_for_metrics(outputs.logits)
-        return loss
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept: dict[str, list[float]] = {"shares": []}
+        self.means = torch.zeros(2)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        right = (outputs.logits.argmax(-1)[:, :-1] == inputs["labels"][:, 1:]).float()
+        every = self.accelerator.gather_for_metrics(right.sum(1))
+        if self.model.training:
+            self.kept["shares"].append(every.mean().item())
+            mean = self.accelerator.reduce(outputs.logits.mean(), "mean")
+            self.means += torch.stack((mean, self.accelerator.gather(mean[None]).mean()))
+            self.log({"share": self.kept["shares"][-1], "places": len(every)})
+        return (loss, outputs) if return_outputs else loss
 
 
 class Unstated(Weighted):
@@ -120,6 +133,18 @@ class Unstated(Weighted):
         self.loss_is_scaled_for_ga = None
 
 
+class Dependent(Trainer):  # type: ignore[misc]
+    """A loss of which the parts of a batch do not add up to that of the batch."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        self.first = outputs.logits.detach().flatten()[0]
+        loss = loss * self.accelerator.gather(loss.detach()).max()
+        return (loss, outputs) if return_outputs else loss
+
+
 class Twice(Trainer):  # type: ignore[misc]
     """Two forwards for one loss."""
 
@@ -127,11 +152,19 @@ class Twice(Trainer):  # type: ignore[misc]
         return (model(**inputs).loss + model(**inputs).loss) / 2
 
 
+class Noisy(Trainer):  # type: ignore[misc]
+    """A step of its own around the Trainer's, on other inputs."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        turned = {**inputs, "input_ids": inputs["input_ids"].flip(-1)}
+        return super().training_step(model, turned, *args, **kwargs) * 1.0
+
+
 class Adversarial(Trainer):  # type: ignore[misc]
-    """A step of its own."""
+    """Two steps of the Trainer's on each batch."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return super().training_step(*args, **kwargs)
+        return super().training_step(*args, **kwargs) + super().training_step(*args, **kwargs)
 
 
 def unscaled() -> Any:
@@ -212,8 +245,10 @@ LOSSES: Final[Mapping[str, Mapping[str, Any]]] = {
     "scores": {"model": scoring, "data": functools.partial(Scores, 6 * MICRO), "accumulate": 1},
     "adapters": {"model": adapted},
     "unstated": {"base": Unstated},
+    "dependent": {"base": Dependent},
     "twice": {"base": Twice},
-    "step": {"base": Adversarial},
+    "step": {"base": Noisy},
+    "steps": {"base": Adversarial},
 }  # fmt: skip
 """How the loss is computed: arguments of the Trainer, or of TrainingArguments."""
 
@@ -251,6 +286,9 @@ def _run(
     return {
         "losses": seen.losses, "norms": seen.norms, "eval_loss": eval_loss,
         "predicted": torch.as_tensor(predicted), "step": runner.state.global_step,
+        "kept": getattr(runner, "kept", {}), "means": getattr(runner, "means", torch.zeros(2)),
+        "logged": [(each["share"], each["places"]) for each in runner.state.log_history
+                   if "share" in each],
         "flops": runner.state.total_flos, "tokens": runner.state.num_input_tokens_seen,
         "accumulate": applied(runner.model_wrapped).plan.accumulate if name else accumulate,
     }  # fmt: skip

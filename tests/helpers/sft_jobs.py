@@ -49,6 +49,19 @@ def texts(num: int) -> Dataset:
     return Dataset.from_dict(rows)
 
 
+class Metrics(Norms):
+    """Keeps what TRL adds to a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: list[tuple[float, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        super().on_log(args, state, control, logs, **more)
+        if logs and "grad_norm" in logs:
+            self.metrics.append((logs["entropy"], logs["mean_token_accuracy"]))
+
+
 def _arguments(folder: str, ranks: int, **more: Any) -> SFTConfig:
     settings: dict[str, Any] = {
         "output_dir": folder, "per_device_train_batch_size": MICRO // ranks,
@@ -65,10 +78,6 @@ def _trainer(name: str, folder: str, seen: Norms, **more: Any) -> Any:
     ranks = {"": 1, "tp_fsdp": 2, "pp": 2}.get(name, 4)
     made = meshplan.trainer(SFTTrainer) if name else SFTTrainer
     plan: dict[str, Any] = {"plan": {"version": 1, **PLANS[name]}} if name else {}
-    if "tp_plan" in PLANS.get(name, {}):
-        # As SFTTrainer calls the model: TRL's head of the loss is another forward.
-        ids = torch.zeros(2, 8, dtype=torch.long)
-        plan["example_inputs"] = {"input_ids": ids, "labels": ids, "fused_lm_head": True}
     adapters = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     return made(
         model=model().double(), args=_arguments(folder, ranks, **more),
@@ -78,17 +87,17 @@ def _trainer(name: str, folder: str, seen: Norms, **more: Any) -> Any:
     )  # fmt: skip
 
 
-def _run(name: str, folder: str) -> dict[str, Any]:
-    seen = Norms()
-    runner = _trainer(name, folder, seen)
-    runner.train()
+def _run(name: str, folder: str, resume: bool = False, epochs: int = 2) -> dict[str, Any]:
+    seen = Metrics()
+    runner = _trainer(name, folder, seen, num_train_epochs=epochs)
+    runner.train(resume_from_checkpoint=resume or None)
     evaluated = runner.evaluate()
-    last = Path(folder) / "checkpoint-6"
+    last = Path(folder) / f"checkpoint-{runner.state.global_step}"
     files = sorted(each.name for each in last.iterdir()) if last.exists() else []
     return {
         "losses": seen.losses, "norms": seen.norms, "eval_loss": evaluated["eval_loss"],
         "accuracy": evaluated["eval_mean_token_accuracy"], "step": runner.state.global_step,
-        "tokens": evaluated["eval_num_tokens"],
+        "tokens": evaluated["eval_num_tokens"], "metrics": seen.metrics,
         "files": files, "adapters": load_file(last / "adapter_model.safetensors"),
     }  # fmt: skip
 
@@ -98,11 +107,11 @@ def alone(folder: str) -> dict[str, Any]:
     return _run("", folder)
 
 
-def planned(name: str, folder: str) -> dict[str, Any]:
+def planned(name: str, folder: str, resume: bool = False, epochs: int = 2) -> dict[str, Any]:
     """Under a plan, on the ranks of a pool."""
     with launched():
         os.environ["ACCELERATE_USE_CPU"] = "true"
-        return _run(name, folder)
+        return _run(name, folder, resume, epochs)
 
 
 def refused(name: str, folder: str, **more: Any) -> str:

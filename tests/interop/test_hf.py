@@ -59,6 +59,9 @@ def check(found, expected):
     assert found["flops"] == pytest.approx(expected["flops"], rel=1e-3)  # Cut to whole numbers.
     assert found["predicted"].shape == expected["predicted"].shape
     assert torch.allclose(found["predicted"], expected["predicted"], atol=1e-5)
+    assert found["kept"] == expected["kept"]
+    assert torch.allclose(found["means"], expected["means"], rtol=1e-5)
+    assert found["logged"] == expected["logged"]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,8 @@ def test_all_numbers_are_those_of_one_process(pool, tmp_path: Path, name):
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["full_shard", "pp"])
 @pytest.mark.parametrize(
-    "loss", ["function", "smoothing", "own", "pictures", "mean", "scores", "adapters"]
+    "loss",
+    ["function", "smoothing", "own", "pictures", "mean", "scores", "adapters", "gathering", "step"],
 )
 def test_losses_of_ones_own_are_those_of_one_process(pool, tmp_path: Path, name, loss):
     if loss == "adapters":
@@ -87,10 +91,10 @@ def test_losses_of_ones_own_are_those_of_one_process(pool, tmp_path: Path, name,
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("gathering", "compute_loss gathers values of all ranks"),
+    [("dependent", "for its parts together, into which a pipeline cuts it"),
      ("unstated", "set trainer.loss_is_scaled_for_ga = False for a mean over the samples"),
      ("twice", "compute_loss calls the model twice"),
-     ("step", "a training_step of its own, which a pipeline would not call")],
+     ("steps", "a training_step runs forward and backward twice on one microbatch")],
 )  # fmt: skip
 def test_losses_that_no_last_stage_can_compute_are_refused(pool, tmp_path: Path, how, words):
     for found in pool(4).run(refused, "pp", str(tmp_path), {"how": how}, timeout=240):

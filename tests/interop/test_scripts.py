@@ -43,8 +43,6 @@ INPUTS = {name: {"shape": [2, 8], "dtype": "float32"} for name in NOT_TOKENS}
 """`input` of the plan, for models that do not take tokens."""
 REFUSED = {
     ("translation", "pp"): "a pipeline cannot generate",
-    ("sft", "pp"): "a training_step of its own, which a pipeline would not call",
-    ("sft_lora", "pp"): "a training_step of its own, which a pipeline would not call",
     ("fabric_loop", "pp"): "a loop of Fabric calls backward itself, but a pipeline runs its own",
     (
         "accelerated",

@@ -2,7 +2,7 @@
 
 Which seeded bug would this catch? An evaluation that takes the mean of the ranks' means although
 they have different numbers of tokens, tokens that count once for each rank along tp, adapters that
-are not reduced, and checkpoints with the base in them.
+are not reduced, checkpoints with the base in them, and metrics of the parts of a pipeline's batch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,19 +41,32 @@ def refused(name, folder, more):
 
 @pytest.mark.parametrize(
     "name",
-    ["hybrid", *(pytest.param(each, marks=pytest.mark.wide) for each in ("ddp", "tp_fsdp"))],
+    ["pp", *(pytest.param(each, marks=pytest.mark.wide) for each in ("ddp", "hybrid", "tp_fsdp"))],
 )
 def test_all_numbers_are_those_of_one_process(pool, tmp_path: Path, name):
     (expected,) = pool(1).run(alone, str(tmp_path / "alone"), timeout=240)
     for found in pool(4).run(planned, name, str(tmp_path / "planned"), timeout=240):
         for key in ("losses", "norms", "eval_loss", "accuracy"):
             assert found[key] == pytest.approx(expected[key], rel=1e-6), key
+        assert np.array(found["metrics"]) == pytest.approx(np.array(expected["metrics"]), rel=1e-6)
         assert (found["step"], found["tokens"]) == (expected["step"], expected["tokens"])
         assert {"adapter_config.json", "adapter_model.safetensors"} < set(found["files"])
         assert not [each for each in found["files"] if each.startswith("model")]
         assert found["adapters"].keys() == expected["adapters"].keys()
         for key, value in expected["adapters"].items():
             assert torch.allclose(found["adapters"][key], value, rtol=1e-6, atol=1e-9), key
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("before", "after"), [("hybrid", "pp"), ("pp", "ddp")])
+def test_a_checkpoint_goes_on_under_another_plan(pool, tmp_path: Path, before, after):
+    folder = str(tmp_path / "planned")
+    (expected,) = pool(1).run(alone, str(tmp_path / "alone"), timeout=240)
+    pool(4).run(planned, before, folder, False, 1, timeout=240)
+    for found in pool(4).run(planned, after, folder, True, timeout=240):
+        for key in ("losses", "norms"):
+            assert found[key] == pytest.approx(expected[key][3:], rel=1e-6), key
+        assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
 
 
 def test_defaults_of_trl_that_the_plan_decides_are_refused(pool, tmp_path: Path):
