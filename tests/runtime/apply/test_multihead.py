@@ -60,9 +60,10 @@ class Odd(nn.Module):
         mask = slopes * torch.arange(LENGTH)
         mask = mask.expand(-1, LENGTH, -1)
         again, every = self.plain(x, x, x, attn_mask=mask, average_attn_weights=False)
+        # Squares, because attention weights add up to 1 whatever they are.
         by_head = every * torch.arange(HEADS).view(1, -1, 1, 1)
         one, _ = self.plain(x[0], x[0], x[0], need_weights=False)
-        x = x + again + by_head.mean() + mean.square().sum(-1, keepdim=True) + one
+        x = x + again + by_head.square().mean() + mean.square().sum(-1, keepdim=True) + one
         return self.head(x)
 
 

@@ -17,11 +17,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn, optim
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import meshplan
 from meshplan.runtime.torch_private import local_steps
-from tests.helpers import models
+from tests.helpers import models, parity
 
 PLANS: dict[str, dict[str, Any]] = {
     "full_shard": {"version": 1, "mesh": {"dp_shard": 2}, "strategy": "full_shard"},
@@ -244,6 +245,76 @@ def kept() -> tuple[bool, bool, bool, bool]:
 
 def test_an_optimizer_is_copied_saved_and_let_go(pool):
     assert pool(2).run(kept) == [(True,) * 4] * 2
+
+
+def begun_late() -> list[type]:
+    """The types of the state of a parameter that gets its first gradient in a later step."""
+    live, inputs, targets = prepared("full_shard")
+    optimizer = optim.AdamW(live.parameters())
+    late = next(live.parameters())
+    for step in range(3):
+        backward(live, inputs, targets)
+        if step < 2:
+            late.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    return [type(optimizer.state[late][name]) for name in ("exp_avg", "exp_avg_sq")]
+
+
+def test_state_that_begins_in_a_local_step_is_of_dtensors(pool):
+    assert pool(2).run(begun_late) == [[DTensor] * 2] * 2
+
+
+class Trusting(optim.SGD):
+    """Divides each gradient by its norm, which is not elementwise, before torch's own step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    norm = param.grad.norm()
+                    param.grad /= norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return super().step(closure)
+
+
+def trusting() -> float:
+    """The largest difference of parameters to one process."""
+    live, inputs, targets = prepared("tp")
+    torch.manual_seed(0)
+    alone = models.build("own_llama")
+    optimizers = [Trusting(model.parameters(), lr=0.1) for model in (live, alone)]
+    for _ in range(3):
+        for model, optimizer in zip((live, alone), optimizers, strict=True):
+            backward(model, inputs, targets)
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = meshplan.full_state_dict(live)
+    state = alone.state_dict()
+    return max([0.0, *(float((value - state[name]).abs().max()) for name, value in whole.items())])
+
+
+def test_a_step_of_a_subclass_sees_whole_parameters(pool):
+    assert max(pool(2).run(trusting)) <= parity.TOLERANCE
+
+
+def with_partial_gradients() -> float:
+    """The value of a parameter that three steps with gradients of 1 + 1 take from 0."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parameter = nn.Parameter(
+        DTensor.from_local(torch.zeros(4), mesh, [Replicate()], run_check=False)
+    )
+    optimizer = optim.SGD([parameter], lr=1.0)
+    local_steps.step_on_local_tensors()
+    with mock.patch.object(local_steps, "known_parameters", return_value={id(parameter)}):
+        for _ in range(3):
+            parameter.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
+            optimizer.step()
+    return float(parameter.to_local().min())
+
+
+def test_partial_gradients_are_summed_before_they_are_stepped(pool):
+    assert pool(2).run(with_partial_gradients) == [-6.0] * 2
 
 
 def untouched() -> int:
