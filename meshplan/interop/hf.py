@@ -7,7 +7,6 @@ reduced and clipped, and what a checkpoint consists of follows from the plan.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshplan.errors import ApplyError, MissingStateError, Origin, PlanError, Problem
+from meshplan.errors import ApplyError, PlanError, Problem
 from meshplan.interop.external_step import ExternalStep
 from meshplan.interop.own_loop import each_sample_once
 from meshplan.interop.trainer_arguments import argument_problems, check_hooks, plan_problems
@@ -30,7 +29,8 @@ from meshplan.interop.trainer_batches import (
     rest_of,
 )
 from meshplan.interop.trainer_call import example_of_call
-from meshplan.interop.trainer_folders import STATE, in_place_of, last_whole, save_over
+from meshplan.interop.trainer_folders import last_whole
+from meshplan.interop.trainer_groups import join_split_groups
 from meshplan.interop.trainer_loss import (
     NumItems,
     fill_rows,
@@ -45,12 +45,11 @@ from meshplan.interop.trainer_loss import (
 )
 from meshplan.interop.trainer_pipeline import over_pipelines
 from meshplan.interop.trainer_ranks import LossRanks
+from meshplan.interop.trainer_saving import Saving
 from meshplan.runtime.apply.loss.loss_weights import IGNORED
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import applied, own_module
 from meshplan.runtime.parallelize import PlanLike, parallelize, spec_of
-from meshplan.runtime.state.load import load
-from meshplan.runtime.state.save import save
 from meshplan.runtime.torch_private.private import intercept_calls
 from meshplan.runtime.train.gradient_scale import clip_grad_norm_
 from meshplan.runtime.train.step import data_rank
@@ -89,21 +88,14 @@ def trainer(base: type) -> type:
     return type(f"Planned{base.__name__}", bases, {"__doc__": base.__doc__})
 
 
-class _Planned:
+class _Planned(Saving):
     """The methods of a Trainer that a plan changes. Mixed in before the Trainer's class."""
 
     # Attributes of the Trainer.
     model: Any
-    args: Any
     accelerator: Any
-    optimizer: Any
-    lr_scheduler: Any
-    state: Any
     callback_handler: Any
     model_wrapped: Any
-    processing_class: Any
-    data_collator: Any
-    _get_output_dir: Callable[..., str]
     create_optimizer: Callable[[], Any]
     create_scheduler: Callable[..., Any]
     label_smoother: Any
@@ -236,16 +228,14 @@ class _Planned:
         if isinstance(wrapped, PipelinedModule):
             self.model = wrapped  # Whose parameters are those of this rank's stages.
         self.create_optimizer()
+        if not self._overrides("create_optimizer"):
+            names = set(self.get_decay_parameter_names(self.model))
+            decaying = {id(p) for name, p in self.model.named_parameters() if name in names}
+            join_split_groups(self.optimizer, decaying, self.args.weight_decay)
         self.model = whole
         self.create_scheduler(num_training_steps=max_steps)
         if resume is not None:
-            folder = os.path.join(resume, STATE)
-            try:
-                load(folder, wrapped, self.optimizer, scheduler=self.lr_scheduler)
-            except MissingStateError:
-                what = "this checkpoint has no training state of meshplan"
-                fix = "load its weights into the model, and train without resume_from_checkpoint"
-                raise ApplyError(Problem(what, Origin(str(resume)), fix)) from None
+            self._load_state(resume)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
@@ -457,44 +447,3 @@ class _Planned:
         every = self.accelerator.gather(tensors)
         mesh, left = applied(self._planned()).plan.mesh, self._rows_left()
         return recursively_apply(lambda tensor: each_sample_once(tensor, mesh)[:left], every)
-
-    # Checkpoints.
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the weights as a checkpoint of Hugging Face; all ranks call it."""
-        folder = output_dir if output_dir is not None else self.args.output_dir
-        if self._step is None:
-            super().save_model(folder, _internal_call)  # type: ignore[misc]
-            return
-        save_over(self._step.model, folder)
-        own = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if own is not None and self.args.should_save:
-            own.save_pretrained(folder)
-
-    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        folder = os.path.join(
-            self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}"
-        )
-        with in_place_of(folder):
-            super()._save_checkpoint(model, trial, *args, **kwargs)  # type: ignore[misc]
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save(
-            os.path.join(output_dir, STATE), self._planned(), self.optimizer,
-            step=self.state.global_step, scheduler=self.lr_scheduler,
-        )  # fmt: skip
-
-    def _save_scaler(self, output_dir: str) -> None:
-        """Do nothing: a state has the loss scale."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Do nothing: a state has the random number generators."""
-
-    def _load_rng_state(self, checkpoint: Any) -> None:
-        """Do nothing: `_prepare_for_training` has loaded it."""
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Do nothing: `_prepare_for_training` loads weights and optimizer together."""
-
-    def _load_best_model(self) -> None:
-        load(os.path.join(self.state.best_model_checkpoint, STATE), self._planned())

@@ -8,7 +8,10 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import types
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +20,7 @@ from torch.utils.data import IterableDataset, Subset, WeightedRandomSampler
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    LlamaForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -277,3 +281,42 @@ def error_of_adafactor(name: str, folder: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+class _Hub:
+    """In the place of the Hub: keeps which files are uploaded, and whether they can be loaded."""
+
+    def __init__(self) -> None:
+        self.pushed: list[tuple[str, list[str]]] = []
+        self.logits: list[torch.Tensor] = []
+
+    def create_repo(self, name: str, **more: Any) -> Any:
+        return types.SimpleNamespace(repo_id=f"user/{name}")
+
+    def upload_folder(self, *, folder_path: str, commit_message: str, **more: Any) -> Any:
+        files = sorted(each.name for each in Path(folder_path).iterdir() if each.is_file())
+        self.pushed.append((commit_message, files))
+        loaded = LlamaForCausalLM.from_pretrained(folder_path)
+        self.logits.append(loaded(torch.arange(12)[None]).logits.detach())
+        done: Future[str] = Future()
+        done.set_result("pushed")
+        return done
+
+
+@_in_ranks
+def pushed(name: str, folder: str) -> dict[str, Any]:
+    """Return what a Trainer uploads, as `Trainer` or under a plan."""
+    hub = _Hub()
+    args = TrainingArguments(
+        output_dir=os.path.join(folder, "mine"), use_cpu=True, report_to=[], disable_tqdm=True,
+        per_device_train_batch_size=MICRO // RANKS.get(name, 4), max_steps=2, save_strategy="steps",
+        save_steps=1, push_to_hub=True, hub_always_push=True, optim="sgd", learning_rate=0.5,
+    )  # fmt: skip
+    with unittest.mock.patch("transformers.trainer.hf_api", return_value=hub):
+        base: Any = meshplan.trainer(Trainer) if name else Trainer
+        plan = {"plan": {"version": 1, **PLANS[name]}} if name else {}
+        runner = base(model=model(), args=args, train_dataset=Texts(2 * MICRO), **plan)
+        runner.train()
+        runner.save_model()
+        runner.push_to_hub(commit_message="done")
+    return {"pushed": hub.pushed, "logits": hub.logits}

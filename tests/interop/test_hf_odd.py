@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[dev]'")
 pytest.importorskip("lightning", reason="lightning is not installed: its helpers start the ranks")
@@ -127,3 +128,23 @@ def test_an_optimizer_that_cannot_step_on_shards_is_refused(pool, tmp_path: Path
             assert "PlanError" in found
             assert "optim='adafactor' was given" in found
             assert "use optim='adamw_torch'" in found
+
+
+def pushed(*args):
+    return jobs().pushed(*args)
+
+
+@pytest.mark.parametrize("name", ["pp", pytest.param("hybrid", marks=pytest.mark.wide)])
+def test_whole_models_are_pushed_by_rank_0_as_the_trainer_does(pool, tmp_path: Path, name):
+    (expected,) = pool(1).run(pushed, "", str(tmp_path / "alone"), timeout=240)
+    first, *others = pool(4).run(pushed, name, str(tmp_path / "planned"), timeout=240)
+    assert all(not each["pushed"] for each in others)
+    said = [message for message, _ in expected["pushed"]]
+    assert said[-2:] == ["Model save", "done"]
+    assert len(said) > 3  # Each checkpoint, too.
+    assert [message for message, _ in first["pushed"]] == said
+    for (_, files), (_, wanted) in zip(first["pushed"], expected["pushed"], strict=True):
+        assert {"config.json", "generation_config.json"} < set(files)
+        assert ("README.md" in files) == ("README.md" in wanted)
+    for found, wanted in zip(first["logits"], expected["logits"], strict=True):
+        assert torch.allclose(found, wanted, atol=1e-5)

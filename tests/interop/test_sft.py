@@ -58,7 +58,7 @@ def test_all_numbers_are_those_of_one_process(pool, tmp_path: Path, name):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("before", "after"), [("hybrid", "pp"), ("pp", "ddp")])
+@pytest.mark.parametrize(("before", "after"), [("hybrid", "pp"), ("pp", "tp_fsdp")])
 def test_a_checkpoint_goes_on_under_another_plan(pool, tmp_path: Path, before, after):
     folder = str(tmp_path / "planned")
     (expected,) = pool(1).run(alone, str(tmp_path / "alone"), timeout=240)

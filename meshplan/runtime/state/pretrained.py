@@ -69,9 +69,12 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         check_empty(target)
         target.mkdir(parents=True, exist_ok=True)
         root = model.skeleton if isinstance(model, PipelinedModule) else own_module(model)
-        save = getattr(getattr(root, "config", None), "save_pretrained", None)
-        if callable(save):
-            save(target)
+        found = [getattr(root, "config", None)]
+        if callable(can_generate := getattr(root, "can_generate", None)) and can_generate():
+            found.append(getattr(root, "generation_config", None))
+        for each in found:
+            if callable(save := getattr(each, "save_pretrained", None)):
+                save(target)
 
     agree(board, "begin", lambda: None, begin)
     owners = _owners(live)
