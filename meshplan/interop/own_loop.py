@@ -18,6 +18,7 @@ class LoopWords:
     Args:
         loop: The loop.
         instead: What runs plans with pp or cp.
+        prepare: The call that applies a plan.
         backward: The call of backward.
         clip: The call that clips gradients by their norm, with {norm} in the place of the norm.
         accumulate: What the loop does to accumulate over {count} microbatches.
@@ -25,6 +26,7 @@ class LoopWords:
 
     loop: str
     instead: str
+    prepare: str
     backward: str
     clip: str
     accumulate: str
@@ -43,7 +45,12 @@ def loop_problems(plan: Plan, words: LoopWords, *, accumulate: int = 1) -> list[
     def refuse(what: str, key: str, fix: str) -> None:
         problems.append(Problem(what, spec.origin(key), fix))
 
-    loop, instead = words.loop, f"use {words.instead}, or meshplan.train_step"
+    loop = words.loop
+    instead = "write loss = meshplan.train_step(model, optimizer, inputs, targets, loss_fn) in the "
+    instead += "place of forward, backward, clipping, optimizer.step() and zero_grad(), with model "
+    instead += "= meshplan.parallelize(model, plan), an optimizer of its parameters, and loader = "
+    instead += f"meshplan.dataloader(data, model, batch_size=...) in the place of {words.prepare}; "
+    instead += f"or use {words.instead}"
     if plan.assignment.stages is not None:
         refuse(f"{loop} calls backward itself, but a pipeline runs its own", "mesh.pp", instead)
     if plan.assignment.context is not None:

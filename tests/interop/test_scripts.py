@@ -47,7 +47,7 @@ REFUSED = {
     (
         "accelerated",
         "pp",
-    ): "a loop of accelerate calls backward itself",
+    ): "write loss = meshplan.train_step(model, optimizer, inputs, targets",
     ("torchrun_loop", "pp"): "call meshplan.train_step(model, ...)",
 }
 """Plans that a script cannot run under, with words of the one error."""

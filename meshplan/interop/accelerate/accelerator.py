@@ -37,6 +37,7 @@ from meshplan.spec.strategies import resolve_mesh
 _WORDS: Final = LoopWords(
     loop="a loop of accelerate",
     instead="meshplan.trainer(Trainer)",
+    prepare="accelerator.prepare",
     backward="accelerator.backward",
     clip="accelerator.clip_grad_norm_(model.parameters(), {norm})",
     accumulate="pass gradient_accumulation_steps={count}",
