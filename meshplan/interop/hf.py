@@ -39,6 +39,7 @@ from meshplan.interop.trainer_loss import (
     own_methods,
     plain_number,
     shifting_as,
+    shifts_labels,
     stated_scaling,
     times,
     with_share,
@@ -113,7 +114,11 @@ class _Planned(Saving):
         """The last batch of an epoch while it is trained on, if it is filled up."""
         self._share: float | None = None
         """The weight of the mean over this rank's samples in such a batch."""
+        self._now: Rest | None = None
+        """What is known of the batch that a loss is computed for, if it is filled up."""
         self._loss_ranks: LossRanks | None = None
+        self._shifts_labels = False
+        """True if the model's loss is that of a causal LM, which divides by the number of items."""
         spec_of(plan)  # An unreadable plan is reported here, not at the first batch.
         super().__init__(*args, **kwargs)
         if self.optimizer is not None or self.lr_scheduler is not None:
@@ -148,6 +153,7 @@ class _Planned(Saving):
     def _planned(self) -> nn.Module:
         """Return the parallelized model; apply the plan when it is needed first."""
         if self._step is None:
+            self._shifts_labels = shifts_labels(self)
             self.label_smoother = shifting_as(self.model, self.label_smoother)
             example = self._example_inputs
             if (
@@ -160,7 +166,7 @@ class _Planned(Saving):
             if problems := plan_problems(self, applied(wrapped).given):
                 raise PlanError(problems)
             self._step = ExternalStep(wrapped)
-            self._loss_ranks = LossRanks(self.accelerator, wrapped, self._rows_left)
+            self._loss_ranks = LossRanks(self.accelerator, wrapped, lambda: self._now)
             # A function, because a copy of the model must not copy this Trainer.
             intercept_calls(wrapped, lambda call, *a, **k: self._called(call, *a, **k))
             # Of a pipeline the whole model without values: it has the config and the forward.
@@ -188,16 +194,11 @@ class _Planned(Saving):
         is_whole = not isinstance(self.model_wrapped, PipelinedModule)
         # The loss of its experts is added to the mean as it is.
         has_more = getattr(config, "output_router_logits", False)
-        if counted is None or (is_whole and (self._divides or has_more)):
+        if counted is None or (is_whole and (self._shifts_labels or has_more)):
             # A number, because FSDP2 casts tensors to the precision of the computation.
             number = plain_number(num_items_in_batch, is_used=counted is not None)
             return call(*args, num_items_in_batch=number, **kwargs)
         return with_share(call(*args, **kwargs), counted, num_items_in_batch)
-
-    @property
-    def _divides(self) -> bool:
-        """True if the model's loss is that of a causal LM, which divides by the number of items."""
-        return getattr(self, "_loss_shifts_labels", False)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the FLOPs of a batch, of which ranks along tp and pp compute a part each."""
@@ -316,6 +317,7 @@ class _Planned(Saving):
         is_last = self.accelerator.gradient_state.sync_gradients
         is_cut = isinstance(model, PipelinedModule)
         own, share = self._own(inputs, is_cut=is_cut)
+        self._now = self._last.rest if self._last and inputs is self._last.batch else None
         with guarded("training_step"):
             with step.microbatch(self.current_gradient_accumulation_steps, is_last=is_last):
                 step.begin(dict(inputs))
@@ -323,7 +325,7 @@ class _Planned(Saving):
                 try:
                     loss = super().training_step(model, own, num_items_in_batch)  # type: ignore[misc]
                 finally:
-                    self._share = None
+                    self._share = self._now = None
                 if not is_cut:
                     step.count()
             return loss
@@ -350,7 +352,7 @@ class _Planned(Saving):
         labels = inputs.get("shift_labels", inputs.get("labels"))
         if not isinstance(labels, torch.Tensor) or not labels.dim():
             return None
-        if getattr(self, "_loss_shifts_labels", False) and "shift_labels" not in inputs:
+        if self._shifts_labels and "shift_labels" not in inputs:
             labels = labels[..., 1:]
         return (labels != IGNORED).sum()
 
@@ -406,7 +408,8 @@ class _Planned(Saving):
 
         The samples that fill up the last batch are repeated ones. They do not count.
         """
-        last, own = self._rest(), 0
+        self._now = last = self._rest()
+        own = 0
         if last is not None:
             inputs, own = evaluated(inputs, last)
         counted = self._count_labels(inputs)
@@ -415,6 +418,7 @@ class _Planned(Saving):
         noted.is_counted = False
         with guarded("prediction_step"):
             loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            self._now = None
             if last is not None and own < last.size:
                 rest = fill_rows(rest, own, last.size)
             # A mean over samples is weighted by the Trainer.
@@ -426,11 +430,6 @@ class _Planned(Saving):
         """Return what is known of a last batch that is filled up; None for any other batch."""
         state = self.accelerator.gradient_state
         return rest_of(state.active_dataloader, *self._ranks()) if state.end_of_dataloader else None
-
-    def _rows_left(self) -> int | None:
-        """Return the number of samples in a filled-up batch that are no repeated ones."""
-        rest = self._rest()
-        return None if rest is None else rest.left
 
     @property
     def gather_function(self) -> Callable[[Any], Any]:
@@ -445,5 +444,6 @@ class _Planned(Saving):
         from accelerate.utils.operations import recursively_apply
 
         every = self.accelerator.gather(tensors)
-        mesh, left = applied(self._planned()).plan.mesh, self._rows_left()
+        mesh, rest = applied(self._planned()).plan.mesh, self._rest()
+        left = None if rest is None else rest.left
         return recursively_apply(lambda tensor: each_sample_once(tensor, mesh)[:left], every)

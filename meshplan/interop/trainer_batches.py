@@ -70,6 +70,11 @@ class Rest:
         """Number of samples that count on this rank."""
         return min(self.size, max(0, self.left - self.index * self.size))
 
+    @property
+    def ranks_with_samples(self) -> int:
+        """Number of data ranks that have samples that count; they come first."""
+        return -(-self.left // self.size)
+
 
 def rest_of(loader: Any, ranks: int, index: int) -> Rest | None:
     """Return what is known of a loader's last batch; None if it is full.
@@ -106,6 +111,7 @@ class LastBatch:
         masked: The same without labels for the others; None if not all of its labels are classes.
         counted: The samples that count.
         share: The weight of their mean in the mean of all data ranks' means.
+        rest: What is known of the batch.
     """
 
     batch: Any
@@ -113,6 +119,7 @@ class LastBatch:
     masked: dict[str, Any] | None
     counted: dict[str, Any]
     share: float
+    rest: Rest
 
 
 def last_batch(batch: Any, rest: Rest) -> LastBatch | None:
@@ -130,7 +137,7 @@ def last_batch(batch: Any, rest: Rest) -> LastBatch | None:
     is_masked = labels and not any(each.is_floating_point() for each in labels.values())
     return LastBatch(
         batch, counted if own else dict(batch), {**batch, **labels} if is_masked else None,
-        counted, own * rest.ranks / rest.left,
+        counted, own * rest.ranks / rest.left, rest,
     )  # fmt: skip
 
 

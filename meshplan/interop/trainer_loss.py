@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -38,6 +39,26 @@ def shifting_as(model: Any, smoother: Any) -> Any:
     made = copy.copy(smoother)
     made.__class__ = Smoother
     return made
+
+
+def shifts_labels(trainer: Any) -> bool:
+    """Return True if the model's own loss shifts the labels, and divides by the number of items.
+
+    The Trainer goes by the model's `loss_type`. Classes without one, such as GPT2LMHeadModel, have
+    the same loss, and the Trainer counts one label more in each sequence.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if getattr(trainer, "_loss_shifts_labels", False):
+        return True
+    base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
+    kind = type(base)
+    is_causal = kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if not is_causal or getattr(base, "loss_type", "") is not None:
+        return False
+    # Some compute a loss of their own, such as XLNetLMHeadModel.
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is not None and "loss_function" in code.co_names
 
 
 def stated_scaling(trainer: Any) -> bool | None:

@@ -70,7 +70,7 @@ def pipeline_step(
     is_last = trainer.accelerator.gradient_state.sync_gradients
     total = step.run_pipeline(call, (inputs, call), take, count, is_last=is_last)
     step.release()
-    if trainer._overrides("compute_loss") or trainer.compute_loss_func is not None:
+    if loss.is_own:
         loss.share_effects(call)
     return total / count
 
@@ -92,7 +92,11 @@ class _LastStageLoss:
         self._inputs, self._num_items = inputs, num_items
         self._whole = trainer._count_labels(inputs)
         """Number of labels in the microbatch that count; None if it has no such labels."""
-        self._has_effects = False
+        own = trainer._overrides("compute_loss") or trainer.compute_loss_func is not None
+        self.is_own = bool(own)
+        """True if the loss is not that of the model or the Trainer."""
+        # In the first step, the loss of the parts is compared with that of the whole.
+        self._is_kept = self.is_own and not trainer._step.state.is_tested
         self._outputs: list[Any] = []
         self._counts: list[torch.Tensor | None] = []
         self._losses: list[torch.Tensor] = []
@@ -112,12 +116,12 @@ class _LastStageLoss:
         loss = self._weighted(loss, output, part)
         self._losses.append(loss.detach())
         has_effects = bool(ranks.is_exchanged or changes(copied) or logs_of(copied))
-        if has_effects and not self._has_effects and len(self._losses) > 1:
+        if has_effects and not self._is_kept and len(self._losses) > 1:
             what = "compute_loss gathers, logs or keeps something for some samples of a batch, but "
             what += "not for the first ones, and a pipeline cuts a batch into parts"
             raise ApplyError(Problem(what, fix="do so for all samples, or use a plan without pp"))
-        self._has_effects |= has_effects
-        if self._has_effects:
+        self._is_kept |= has_effects
+        if self._is_kept:
             self._outputs.append(mapped_tensors(torch.Tensor.detach, output))
             self._counts.append(trainer._count_labels(part))
         return loss
@@ -162,7 +166,7 @@ class _LastStageLoss:
         stages, group = self._model.pipeline, self._model.group
         source = dist.get_global_rank(group, stages.rank_of(stages.num - 1))
         box: list[Any] = [None]
-        if self._has_effects:
+        if self._outputs:
             try:
                 box = [self._effects(call)]
             except ApplyError as error:
@@ -176,6 +180,17 @@ class _LastStageLoss:
         for args, kwargs in logs:
             self._trainer.log(*args, **kwargs)
 
+    def _that_count(self, *values: Any) -> tuple[Any, ...]:
+        """Return the microbatch and other values without samples that only fill it up."""
+        rest, every = self._trainer._now, (self._inputs, *values)
+        if rest is None or self._trainer._share is None or not rest.own:
+            return every
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[: rest.own] if tensor.ndim and len(tensor) == rest.size else tensor
+
+        return tuple(mapped_tensors(cut, each) for each in every)
+
     def _raise_together(self, error: ApplyError | None) -> None:
         """Raise the error of this data rank or of another one on all of them."""
         ranks = self._trainer._loss_ranks
@@ -186,8 +201,18 @@ class _LastStageLoss:
     def _effects(self, call: Any) -> tuple[dict[str, Any], list[Any]]:
         copied = apart(self._trainer)
         output = joined(self._outputs, self._counts, num_samples(self._inputs))
-        with torch.no_grad(), drawing_nothing():
-            whole = self._computed(copied, output, self._inputs, call)
+        inputs, call, answer = self._that_count(call, output)
+        try:
+            with torch.no_grad(), drawing_nothing():
+                whole = self._computed(copied, answer, inputs, call)
+        except (AttributeError, KeyError) as error:
+            if not isinstance(output, Mapping) or len(output) == len(self._outputs[0]):
+                raise
+            left = [key for key in self._outputs[0] if key not in output]
+            what = f"compute_loss failed without {', '.join(left)} of the model's output, which "
+            what += "has no row for each sample, so a pipeline cannot put the parts of a batch "
+            what += f"together: {type(error).__name__}: {error}"
+            raise ApplyError(Problem(what, fix="use a plan without pp")) from error
         mean = torch.stack([each.double() for each in self._losses]).mean()
         own = 0.0 if self._trainer._share == 0.0 else float(whole)
         # Parts are added up in another order. Half precision has 3 digits.

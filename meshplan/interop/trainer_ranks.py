@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from meshplan.errors import ApplyError, Problem
+from meshplan.interop.trainer_batches import Rest
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.mesh import gather_into, objects_along, submesh
@@ -29,8 +30,8 @@ class LossRanks:
     Args:
         accelerator: The Trainer's Accelerator.
         model: The module that `parallelize` returned.
-        rows_left: Returns the number of samples in the last batch of an epoch that are no repeated
-            ones; None in any other batch.
+        rest: Returns what is known of the batch, if it is the last one of an epoch and filled up;
+            None for any other batch. Ranks without samples that count are then left out.
 
     Attributes:
         is_read: True if the last loss read the number of ranks, by which the Trainer multiplies it.
@@ -39,13 +40,11 @@ class LossRanks:
         is_exchanged: True if a loss gathered or reduced since `alone` began.
     """
 
-    def __init__(
-        self, accelerator: Any, model: nn.Module, rows_left: Callable[[], int | None]
-    ) -> None:
+    def __init__(self, accelerator: Any, model: nn.Module, rest: Callable[[], Rest | None]) -> None:
         self.is_read = self.is_counted = self.is_inside = self.is_exchanged = False
         self._accelerator, self._kind = accelerator, type(accelerator)
         state = applied(model)
-        self._mesh, self._rows_left = state.mesh, rows_left
+        self._mesh, self._rest = state.mesh, rest
         self._is_cut = state.plan.assignment.stages is not None
         self.num = data_rank(model).num_replicas
         # From the innermost axis to the outermost: ranks are in the order of their samples.
@@ -85,17 +84,26 @@ class LossRanks:
             every = whole.flatten(0, 1)
         return every
 
+    def values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of every data rank that has samples, along a new dim 0."""
+        return self.stacked(tensor)[: self._num_with_samples]
+
+    @property
+    def _num_with_samples(self) -> int:
+        rest = self._rest()
+        return self.num if rest is None else rest.ranks_with_samples
+
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows of every data rank's tensor; a tensor without dims is one row."""
         if not tensor.ndim:
-            return self.stacked(tensor)
-        if self._rows_left() is None:
+            return self.values(tensor)
+        if self._rest() is None:
             return self.stacked(tensor).flatten(0, 1)
         # In the last batch, each rank has the samples that count.
         sizes = self.stacked(torch.tensor(len(tensor), device=tensor.device)).tolist()
         missing = tensor.new_zeros(max(sizes) - len(tensor), *tensor.shape[1:])
-        every = self.stacked(torch.cat((tensor.detach(), missing)))
-        return torch.cat([own[:size] for own, size in zip(every, sizes, strict=True)])
+        every = self.values(torch.cat((tensor.detach(), missing)))
+        return torch.cat([own[:size] for own, size in zip(every, sizes, strict=False)])
 
     def objects(self, value: Iterable[Any]) -> list[Any]:
         """Return the items of every data rank's collection of objects."""
@@ -103,11 +111,12 @@ class LossRanks:
         every = [value] * self.num
         if not self._is_alone:
             every = objects_along(value, self._mesh, self._axes)
-        return [each for own in every for each in own]
+        return [each for own in every[: self._num_with_samples] for each in own]
 
-    def rows_left(self, found: Any) -> Any:
+    def cut(self, found: Any) -> Any:
         """Return gathered rows without those that only fill up the last batch of an epoch."""
-        return found[: self._rows_left()]
+        rest = self._rest()
+        return found if rest is None else found[: rest.left]
 
     def refuse_if_cut(self, name: str) -> None:
         """Raise if a pipeline's last stage alone computes the loss.
@@ -141,12 +150,10 @@ def _counted(noted: LossRanks, kind: Any) -> type:
         def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
             leaves = tree_leaves(input_data)
             if use_gather_object or not all(isinstance(each, torch.Tensor) for each in leaves):
-                return noted.rows_left(noted.objects(input_data))
+                return noted.cut(noted.objects(input_data))
 
             # What has no dims is a value of each rank.
-            return over(
-                lambda t: noted.rows_left(noted.rows(t)) if t.ndim else noted.rows(t), input_data
-            )
+            return over(lambda t: noted.cut(noted.rows(t)) if t.ndim else noted.rows(t), input_data)
 
         def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
             kinds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -157,7 +164,7 @@ def _counted(noted: LossRanks, kind: Any) -> type:
             if reduction not in kinds:
                 what = f"accelerator.reduce was given reduction={reduction!r}"
                 raise ApplyError(Problem(what, fix='use "sum", "mean" or "max"'))
-            return over(lambda t: kinds[reduction](noted.stacked(t)), tensor)
+            return over(lambda t: kinds[reduction](noted.values(t)), tensor)
 
         def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
             noted.refuse_if_cut("pad_across_processes")

@@ -125,6 +125,19 @@ class Gathering(Trainer):  # type: ignore[misc]
         return (loss, outputs) if return_outputs else loss
 
 
+class Contrasting(Weighted):
+    """A loss of pairs of samples, which the parts of a batch do not have."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        del inputs["labels"]
+        outputs = model(**inputs)
+        found = outputs.logits[:, -1]
+        loss = (found - found.flip(0)).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
 class Unstated(Weighted):
     """The same, without saying that it is a mean."""
 
@@ -246,6 +259,7 @@ LOSSES: Final[Mapping[str, Mapping[str, Any]]] = {
     "adapters": {"model": adapted},
     "unstated": {"base": Unstated},
     "dependent": {"base": Dependent},
+    "contrasting": {"base": Contrasting},
     "twice": {"base": Twice},
     "step": {"base": Noisy},
     "steps": {"base": Adversarial},

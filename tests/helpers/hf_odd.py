@@ -20,6 +20,8 @@ from torch.utils.data import IterableDataset, Subset, WeightedRandomSampler
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaForCausalLM,
     Trainer,
     TrainerCallback,
@@ -66,6 +68,16 @@ def classifying() -> Any:
         attention_probs_dropout_prob=0.0, num_labels=3,
     )  # fmt: skip
     return BertForSequenceClassification(config)
+
+
+def untyped() -> Any:
+    """A causal model without a `loss_type`, of which the Trainer counts the first tokens, too."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=64, n_embd=16, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
 
 
 def entropy(outputs: Any, labels: Any, **how: Any) -> torch.Tensor:
@@ -144,6 +156,7 @@ CASES: Final[Mapping[str, dict[str, Any]]] = {
     "documented": {"model": classifying, "base": Documented, "data": Classes(29), "accumulate": 2},
     "over_ranks": {"model": classifying, "base": OverRanks, "data": Classes(29), "accumulate": 2},
     "mean": {"model": classifying, "base": Mean, "data": Classes(32)},
+    "untyped": {"model": untyped, "data": Texts(29), "accumulate": 2},
     "ignoring": {
         "model": classifying, "compute_loss_func": mean_loss, "data": Classes(29),
     },

@@ -81,7 +81,7 @@ def _trainer(name: str, folder: str, seen: Norms, **more: Any) -> Any:
     adapters = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     return made(
         model=model().double(), args=_arguments(folder, ranks, **more),
-        train_dataset=texts(6 * MICRO),
+        train_dataset=texts(6 * MICRO - 6),
         eval_dataset=texts(2 * MICRO - 3), processing_class=tokenizer(), peft_config=adapters,
         callbacks=[seen], **plan,
     )  # fmt: skip

@@ -92,6 +92,7 @@ def test_losses_of_ones_own_are_those_of_one_process(pool, tmp_path: Path, name,
 @pytest.mark.parametrize(
     ("how", "words"),
     [("dependent", "for its parts together, into which a pipeline cuts it"),
+     ("contrasting", "for its parts together, into which a pipeline cuts it"),
      ("unstated", "set trainer.loss_is_scaled_for_ga = False for a mean over the samples"),
      ("twice", "compute_loss calls the model twice"),
      ("steps", "a training_step runs forward and backward twice on one microbatch")],

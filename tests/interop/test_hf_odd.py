@@ -21,7 +21,7 @@ pytest.importorskip("lightning", reason="lightning is not installed: its helpers
 PLANS = ("ddp", "hybrid", "tp_fsdp", "pp")
 ALL = (
     "tokens", "classes", "numbers", "few", "smoothing", "stream", "worker", "drawn", "lengths",
-    "documented", "over_ranks", "mean", "ignoring",
+    "documented", "over_ranks", "mean", "untyped", "ignoring",
 )  # fmt: skip
 NOT_UNDER_PP = ("numbers", "over_ranks", "mean", "ignoring")
 """A stage cannot tell samples without classes apart, nor what a mean of its own is over."""
