@@ -315,6 +315,8 @@ class _Parser(argparse.ArgumentParser):
             verbs = [verb.name for verb in VERBS]
             message = f"there is no verb '{wrong[1]}'"
             fix = did_you_mean(wrong[1], verbs, f"write one of {', '.join(verbs)}")
+            if wrong[1] in ("why", "why-not"):  # The first word of a question.
+                fix = f"did you mean 'explain {wrong[1]}'?"
         raise SpecError(Problem(message, None, fix))
 
 

@@ -197,6 +197,7 @@ def planned(here):
     ("words", "what", "fix"),
     [
         ("estmate", "there is no verb 'estmate'", "did you mean 'estimate'?"),
+        ("why-not", "there is no verb 'why-not'", "did you mean 'explain why-not'?"),
         ("wobble", "there is no verb 'wobble'", "write one of init, estimate"),
         ("plan --gpus 8", "plan has no flag --gpus", "did you mean '--gpu'?"),
         ("show plan.yaml", "show does not take 'plan.yaml'", "write -f plan.yaml"),
