@@ -54,6 +54,27 @@ class Regression(L.LightningModule):
         return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1)
 
 
+class Two(L.LightningModule):
+    """A network of two modules, which is the LightningModule itself, with an optimizer for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+    def training_step(self, batch: Any, index: int) -> None:
+        self.manual_backward(self(batch[0]).square().mean())
+
+    def meshplan_loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return output.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(each.parameters(), lr=0.1) for each in self.children()]
+
+
 class Unfreezing(BaseFinetuning):
     """Trains the first layer from the second epoch on, as Lightning's documentation shows."""
 
@@ -101,6 +122,21 @@ def averaging(name: str) -> str:
     with launched():
         try:
             _fit(name, [EMAWeightAveraging(decay=0.8)])
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def two_under_pp() -> str:
+    """Return the error of manual optimization of two modules under a pipeline; "" if none."""
+    plan = {"version": 1, "input": INPUT, "mesh": {"pp": 2, "dp_shard": 2}}
+    with launched():
+        trainer = L.Trainer(
+            accelerator="cpu", devices=4, max_epochs=1, logger=False,
+            strategy=MeshplanStrategy(plan), enable_progress_bar=False, enable_checkpointing=False,
+        )  # fmt: skip
+        try:
+            trainer.fit(Two(), DataLoader(TensorDataset(torch.randn(8, 8)), batch_size=2))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return ""

@@ -33,6 +33,10 @@ def averaging(*args):
     return jobs().averaging(*args)
 
 
+def two_under_pp():
+    return jobs().two_under_pp()
+
+
 @pytest.mark.parametrize(("name", "unfreezes"), [("tp_fsdp", False), ("ddp", True)])
 def test_each_sample_is_gathered_once_and_layers_can_be_read(pool, name, unfreezes):
     (expected,) = pool(1).run(alone, unfreezes, timeout=240)
@@ -49,3 +53,9 @@ def test_averages_of_shards_are_refused(pool, name):
         else:
             assert "EMAWeightAveraging averages whole parameters, and the plan shards them" in found
             assert "meshplan.EMA" in found
+
+
+def test_manual_optimization_of_a_pipeline_is_refused_also_if_the_module_is_the_network(pool):
+    for found in pool(4).run(two_under_pp, timeout=240):
+        assert "ApplyError" in found
+        assert "a pipeline runs its own backward, which manual optimization would call too" in found

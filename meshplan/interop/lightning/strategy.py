@@ -197,7 +197,8 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
         if self._path:
             parent, _, name = self._path.rpartition(".")
             setattr(module.get_submodule(parent), name, network)
-        for child in module.children():
+        # A LightningModule that is the network itself is whole on the device, or in stages.
+        for child in module.children() if self._path else ():
             if child is not network:
                 child.to(self.root_device)
         self.model = module if self._path else network
