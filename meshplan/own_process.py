@@ -17,7 +17,6 @@ from typing import Final, NoReturn
 IS_OWN: Final[ContextVar[bool]] = ContextVar("IS_OWN", default=False)
 """True while the command line answers."""
 
-
 IS_COMMAND: Final[ContextVar[bool]] = ContextVar("IS_COMMAND", default=False)
 """True in a process that was started for one command; False if Python code calls `main`."""
 

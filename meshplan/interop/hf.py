@@ -115,7 +115,7 @@ class _Planned(Saving):
         self._share: float | None = None
         """The weight of the mean over this rank's samples in such a batch."""
         self._now: Rest | None = None
-        """What is known of the batch that a loss is computed for, if it is filled up."""
+        """The samples that count in the batch a loss is computed for, if it is filled up."""
         self._loss_ranks: LossRanks | None = None
         self._shifts_labels = False
         """True if the model's loss is that of a causal LM, which divides by the number of items."""

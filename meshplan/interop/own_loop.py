@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from meshplan.errors import Problem
+from meshplan.errors import ApplyError, Problem
 from meshplan.layout.mesh import DATA_AXES, Mesh
 from meshplan.plan.plan import Plan
 
@@ -86,3 +87,20 @@ def ranks_with_own_samples(mesh: Mesh) -> list[int]:
     """Return the first rank of each data rank: those after it have the same samples."""
     indices = list(mesh.indices(DATA_AXES))
     return [indices.index(index) for index in range(mesh.size(*DATA_AXES))]
+
+
+def reduction_of(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the reduction over dim 0 that `accelerator.reduce` knows by a name.
+
+    Raises:
+        ApplyError: There is none of this name.
+    """
+    over: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "sum": lambda every: every.sum(0),
+        "mean": lambda every: every.mean(0),
+        "max": lambda every: every.amax(0),
+    }
+    if name not in over:
+        what = f"accelerator.reduce was given reduction={name!r}"
+        raise ApplyError(Problem(what, fix='use "sum", "mean" or "max"'))
+    return over[name]

@@ -1,4 +1,4 @@
-"""How the loss of a Trainer calls the model, found out by a stand-in before the model runs."""
+"""Find out how the loss of a Trainer calls the model, by a stand-in, before the model runs."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ class LastStage:
 def joined(outputs: list[Any], counts: list[torch.Tensor | None], num: int) -> Any:
     """Return the output of a microbatch, of the outputs of its parts.
 
-    What has no row for each sample, and is not the same in all parts, is left out of a mapping.
+    Values without a row for each sample that differ between parts are left out of a mapping.
 
     Args:
         outputs: The outputs of the parts, in their order, of equally many samples.

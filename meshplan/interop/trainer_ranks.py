@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from meshplan.errors import ApplyError, Problem
+from meshplan.interop.own_loop import reduction_of
 from meshplan.interop.trainer_batches import Rest
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.runtime.apply.wrap import applied
@@ -156,15 +157,8 @@ def _counted(noted: LossRanks, kind: Any) -> type:
             return over(lambda t: noted.cut(noted.rows(t)) if t.ndim else noted.rows(t), input_data)
 
         def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-            kinds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-                "sum": lambda every: every.sum(0),
-                "mean": lambda every: every.mean(0),
-                "max": lambda every: every.amax(0),
-            }
-            if reduction not in kinds:
-                what = f"accelerator.reduce was given reduction={reduction!r}"
-                raise ApplyError(Problem(what, fix='use "sum", "mean" or "max"'))
-            return over(lambda t: kinds[reduction](noted.values(t)), tensor)
+            reduced = reduction_of(reduction)
+            return over(lambda t: reduced(noted.values(t)), tensor)
 
         def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
             noted.refuse_if_cut("pad_across_processes")

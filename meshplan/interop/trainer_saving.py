@@ -1,4 +1,4 @@
-"""What a Trainer under a plan writes and reads: checkpoints, weights, and models on the Hub."""
+"""Checkpoints, weights, and models on the Hub, as a Trainer under a plan writes and reads them."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from meshplan.interop.own_loop import (
     each_sample_once,
     loop_problems,
     ranks_with_own_samples,
+    reduction_of,
 )
 from meshplan.layout.mesh import DATA_AXES, Mesh
 from meshplan.runtime.apply.wrap import applied, own_module, set_accumulate
@@ -336,16 +337,9 @@ class MeshplanAccelerator(Accelerator):
         """
         if not self._has_copies:
             return super().reduce(tensor, reduction, scale)
-        over: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-            "sum": lambda each: each.sum(0),
-            "mean": lambda each: each.mean(0),
-            "max": lambda each: each.amax(0),
-        }
-        if reduction not in over:
-            what = f"accelerator.reduce was given reduction={reduction!r}"
-            raise ApplyError(Problem(what, fix='use "sum", "mean" or "max"'))
+        reduced = reduction_of(reduction)
         every = self.gather(recursively_apply(lambda each: each[None], tensor))
-        return recursively_apply(lambda each: over[reduction](each), every)
+        return recursively_apply(reduced, every)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return full tensors on rank 0, and an empty dict on the others. All ranks call it."""
