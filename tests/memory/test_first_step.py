@@ -17,7 +17,7 @@ from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.memory.answer.reserved import reserve_from_start
 from meshplan.memory.log.allocator import reserve
 from meshplan.memory.log.driver import with_workspaces
-from meshplan.memory.log.events import Event, EventLog, Storage, Term
+from meshplan.memory.log.events import Columns, Event, EventLog, Storage, Term
 from meshplan.memory.log.first_step import with_first_step
 from meshplan.spec.reader import load_spec
 from tests.memory.test_analytic_stages import GPT2, QWEN, decided, plan_of
@@ -25,6 +25,10 @@ from tests.memory.test_analytic_stages import GPT2, QWEN, decided, plan_of
 MIB = 1 << 20
 SPEC = load_spec({"version": 1})
 PHASES = ("before", "forward", "backward", "step")
+
+
+def changes_of(columns: Columns) -> list[tuple[int, ...]]:
+    return [tuple(event) for event in columns.T.tolist()]
 
 
 def sizes_after(changes: Any) -> dict[int, int]:
@@ -63,17 +67,17 @@ def test_a_workspace_is_born_after_the_first_product_of_its_thread(ops: tuple[st
     backward = [Event(3, 5, 2), Event(-2, 4, 2), Event(-3, 5, 2)]
     step = [Event(1, 3, 3), Event(-1, 3, 3)]
     log = EventLog(storages, (*before, *forward, *backward, *step), PHASES)
-    assert with_first_step(log).changes == (
+    assert changes_of(with_first_step(log)) == [
         *forward[:2], before[0], *forward[2:], *backward[:1], before[1], *backward[1:],
         before[2], *step, *forward, *backward, *step,
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("config", [QWEN, GPT2])
 def test_steps_computed_from_a_config_have_products_too(config: dict[str, Any]) -> None:
     stages = plan_of("1F1B", batch={"micro": 8, "seq_len": 64})
     log = with_workspaces(analytic_log_of_rank(decided(config, stages), 0, device="cuda"), "cuda")
-    changes = with_first_step(log).changes
+    changes = changes_of(with_first_step(log))
     births = [at for at, event in enumerate(changes) if event[1] >= len(log.storages) - 2]
     for at in births:
         before = log.storages[changes[at - 1][1]].op
@@ -84,7 +88,7 @@ def test_steps_computed_from_a_config_have_products_too(config: dict[str, Any]) 
 
 def test_a_step_without_states_stays_as_it_is() -> None:
     log = EventLog((Storage(Term.PARAMETERS),), (Event(MIB, 0, 0),), PHASES)
-    assert with_first_step(log) is log
+    assert with_first_step(log) is log.columns
 
 
 @st.composite
@@ -110,19 +114,19 @@ def steps(draw: st.DrawFn) -> EventLog:
 @given(steps())
 def test_the_step_begins_with_what_it_was_traced_with(log: EventLog) -> None:
     begin = sum(phase == 0 for _, _, phase in log.changes)
-    whole = with_first_step(log)
-    if whole is log:
+    if with_first_step(log) is log.columns:
         return
-    step = log.changes[begin:]
-    assert whole.changes[len(whole.changes) - len(step) :] == step
-    first = whole.changes[: len(whole.changes) - len(step)]
+    changes, step = changes_of(with_first_step(log)), [*log.changes[begin:]]
+    assert changes[len(changes) - len(step) :] == step
+    first = changes[: len(changes) - len(step)]
     assert sizes_after(first) == sizes_after(log.changes[:begin])
     seen: dict[int, int] = {}
-    for delta, number, _ in whole.changes:
+    for delta, number, _ in changes:
         seen[number] = seen.get(number, 0) + delta
         assert seen[number] >= 0
-    assert whole.peak.live_bytes == log.peak.live_bytes
-    assert reserve(whole).reserved_bytes >= log.pooled_bytes
+    whole = reserve(log, from_first=True)
+    assert whole.requested_bytes == log.peak.live_bytes
+    assert whole.reserved_bytes >= log.pooled_bytes
 
 
 def traced(name: str) -> tuple[int, int, int]:

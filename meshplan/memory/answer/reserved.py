@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from meshplan.layout.optimizers import STATES_FROM_START
 from meshplan.memory.log.allocator import Reserve, reserve
 from meshplan.memory.log.driver import with_workspaces
 from meshplan.memory.log.events import EventLog, Storage, Term
-from meshplan.memory.log.first_step import with_first_step
 from meshplan.spec.spec import Spec
 
 
@@ -94,22 +95,15 @@ def reserve_from_start(log: EventLog, spec: Spec, *, expandable: bool | None = N
         spec: The spec of the plan, for its optimizer and its allocator.
         expandable: Whether to simulate expandable segments; None means as the spec says.
     """
-    if spec.optimizer not in STATES_FROM_START:
-        log = with_first_step(log)
     grows = spec.allocator == "expandable" if expandable is None else expandable
-    return reserve(log, expandable=grows)
+    return reserve(log, expandable=grows, from_first=spec.optimizer not in STATES_FROM_START)
 
 
 def _do_the_same(one: EventLog, other: EventLog) -> bool:
-    """Return True if the allocator would do the same for both logs.
-
-    Comparing is cheaper than hashing, because different logs differ in one of the first events.
-    """
-    if len(one.changes) != len(other.changes) or one.changes != other.changes:
+    """Return True if the allocator would do the same for both logs."""
+    if len(one.storages) != len(other.storages) or not np.array_equal(one.columns, other.columns):
         return False
-    return [*map(_handling, one.storages)] == [*map(_handling, other.storages)]
-
-
-def _handling(storage: Storage) -> tuple[int, bool]:
-    """Return what the allocator's play depends on beside the events: stream, and if it is late."""
-    return storage.stream, storage.term is Term.OPTIMIZER
+    return np.array_equal(one.streams, other.streams) and all(
+        (a.term is Term.OPTIMIZER) is (b.term is Term.OPTIMIZER)
+        for a, b in zip(one.storages, other.storages, strict=True)
+    )

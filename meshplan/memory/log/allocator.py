@@ -1,7 +1,7 @@
 """Simulate torch's caching allocator on an event log, from bytes requested to bytes reserved.
 
 Reserved bytes depend on the order in which blocks are allocated and freed, so the log is played
-event by event. The rules for a request of `delta` bytes, which gets a block of `length` bytes:
+event by event: by compiled code where there is some (`compiled_allocator`), or else by `_Allocator`. The rules for a request of `delta` bytes, which gets a block of `length` bytes:
 
     rounding   size = ceil(delta / 512) * 512                                  `_ROUND`
     pool       small if size <= 1 MiB else large, of the storage's stream      `_SMALL`, `_Pool`
@@ -39,7 +39,12 @@ import bisect
 from dataclasses import dataclass, field
 from typing import Final
 
-from meshplan.memory.log.events import EventLog
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.memory.log import compiled_allocator as compiled
+from meshplan.memory.log.events import Columns, EventLog
+from meshplan.memory.log.first_step import with_first_step
 
 _ROUND: Final = 512
 _SMALL: Final = 1 << 20
@@ -85,7 +90,13 @@ class Reserve:
     left_bytes: int = 0
 
 
-def reserve(log: EventLog, *, limit_bytes: int | None = None, expandable: bool = False) -> Reserve:
+def reserve(
+    log: EventLog,
+    *,
+    limit_bytes: int | None = None,
+    expandable: bool = False,
+    from_first: bool = False,
+) -> Reserve:
     """Return the peak bytes that torch's caching allocator hands out and reserves for a log.
 
     Args:
@@ -93,11 +104,27 @@ def reserve(log: EventLog, *, limit_bytes: int | None = None, expandable: bool =
         limit_bytes: Maximum bytes that the allocator may reserve; None for no limit.
         expandable: If True, simulate `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, where one
             segment for each stream and size class grows page by page.
+        from_first: If True, the log is of a later step: play the first one before it
+            (`first_step`).
 
     Raises:
         OutOfMemoryError: The log does not fit into `limit_bytes`.
     """
-    return _Allocator(limit_bytes, expandable).play(log)
+    events = with_first_step(log) if from_first else log.columns
+    if compiled.LIBRARY is None:
+        figures = _Allocator(limit_bytes, expandable).play(events, log.streams)
+    else:
+        *figures, refused = compiled.play(events, log.streams, limit_bytes, expandable)
+        if refused:
+            raise _out_of_memory(refused, figures[-1], limit_bytes)
+    requested = max(int(np.cumsum(events[0]).max(initial=0)), 0)
+    return Reserve(requested, *figures)
+
+
+def _out_of_memory(refused: int, reserved: int, limit: int | None) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"cannot reserve {refused} bytes: {reserved} are reserved already, and the limit is {limit}"
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -144,14 +171,14 @@ class _Allocator:
         """Sizes of the segments that do not grow, by address."""
         self._next_address = 0
 
-    def play(self, log: EventLog) -> Reserve:
-        """Play all events and return the peaks.
+    def play(self, events: Columns, stream_of: NDArray[np.int64]) -> list[int]:
+        """Play all events, and return the fields of `Reserve` except for the first one.
 
         The body is one loop without a function call per event, because a planner plays millions of
         events.
         """
-        streams = [storage.stream for storage in log.storages]
-        taken: list[tuple[int, int, int, list[int]] | None] = [None] * len(log.storages)
+        streams = stream_of.tolist()
+        taken: list[tuple[int, int, int, list[int]] | None] = [None] * len(streams)
         small, large = self._small, self._large
         small_rest, large_rest = _ROUND, _ROUND if self.expandable else _SMALL + 1
         beginning, ending = self._beginning, self._ending
@@ -159,7 +186,7 @@ class _Allocator:
         bits, mask, round_up, round_down = _ADDRESS_BITS, _ADDRESS, _ROUND - 1, -_ROUND
         find, put, most_small = bisect.bisect_left, bisect.insort, _SMALL
         allocated = most_allocated = 0
-        for delta, storage, _ in log.changes:
+        for delta, storage in zip(*events[:2].tolist(), strict=True):
             # Play a change of size as a free and a new allocation.
             if before := taken[storage]:
                 requested, address, length, free = before
@@ -208,8 +235,7 @@ class _Allocator:
             allocated += length
             if allocated > most_allocated:
                 most_allocated = allocated
-        most = max(log.peak.live_bytes, 0)
-        return Reserve(most, most_allocated, self.most_reserved, self.num_retries, self.reserved)
+        return [most_allocated, self.most_reserved, self.num_retries, self.reserved]
 
     def _more(self, pool: _Pool, size: int) -> tuple[int, int]:
         """Return (address, size) of a new block for a request that no free block fits.
@@ -269,10 +295,7 @@ class _Allocator:
 
     def _reserve(self, length: int) -> None:
         if not self._has_room(length):
-            raise OutOfMemoryError(
-                f"cannot reserve {length} bytes: {self.reserved} are reserved already, and the "
-                f"limit is {self.limit}"
-            )
+            raise _out_of_memory(length, self.reserved, self.limit)
         self.reserved += length
         self.most_reserved = max(self.most_reserved, self.reserved)
 

@@ -174,8 +174,8 @@ class TruncatedBound:
     @cached_property
     def _columns(self) -> tuple[Ints, Ints, Ints]:
         """Three [events] arrays: change in bytes, index of the storage, index of the phase."""
-        columns = np.array([*zip(*self._log.changes, strict=True)], np.int64).reshape(3, -1)
-        return columns[0], columns[1], columns[2]
+        deltas, storages, phases = self._log.columns
+        return deltas, storages, phases
 
     @property
     def _delta(self) -> Ints:
