@@ -10,7 +10,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
-from compile_allocator import LIBRARY, compile_allocator  # noqa: E402
+from compile_allocator import LIBRARY, compile_allocator
 
 
 class CompilingHook(BuildHookInterface):

@@ -245,101 +245,11 @@ def test_a_worker_of_a_pool_may_use_it() -> None:
 
 
 @needs_two
-def test_ranks_told_by_two_processes_are_those_of_one() -> None:
-    """Also where they are over, by whichever rank; and in full the highest of those in brief."""
-    script = """
-        from meshplan import two_cores as cores
-        from meshplan.model.blueprint import from_mapping
-        from meshplan.memory.analytic import stages
-        from meshplan.memory.analytic.estimate import estimate_analytic
-        from meshplan.memory.analytic.ranks import OverError
-        from meshplan.plan.plan import make_plan
-        from meshplan.spec.reader import load_spec
-
-        stages._MOST = 0  # In brief, however little there is to do.
-        graph = from_mapping({
-            "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 1024,
-            "intermediate_size": 4096, "num_attention_heads": 8, "vocab_size": 3200,
-        })
-        plan = make_plan(load_spec({
-            "version": 1, "mesh": {"pp": 4, "dp_shard": 3}, "precision": "bf16-mixed",
-            "pipeline": {"schedule": "1F1B", "microbatches": 24},
-            "batch": {"micro": 24, "seq_len": 512},
-        }), graph)
-        copied = []
-        begin = cores._from_both_ends
-        cores._from_both_ends = lambda *args: copied.append(args) or begin(*args)
-
-        def found(try_expandable=False, **more):
-            try:
-                return estimate_analytic(
-                    plan, device="h100-sxm-80gb", limit_bytes=80 << 30,
-                    try_expandable=try_expandable, **more
-                )
-            except OverError as over:
-                return over.args
-
-        whole = found()
-        assert len(copied) >= 2 and len(whole.groups) > 4
-        peaks = sorted({group.peak.reserved_bytes for group in whole.groups})
-        orders = [(), (1.0, 2.0, 3.0, 4.0)]
-        for stage_guess_bytes in orders:
-            for most in (float("inf"), *(p + more for p in peaks for more in (-1, 0))):
-                asked = {"stage_guess_bytes": stage_guess_bytes, "stop_above_bytes": most}
-                two = found(**asked)
-                with cores._SECOND:
-                    assert found(**asked) == two, asked
-                assert type(two) is tuple or found(**asked, try_expandable=True) == two, asked
-                print(type(two).__name__)
-        """
-    kinds = said(script).split()
-    assert {"MemoryEstimate", "tuple"} == set(kinds)
-
-
-@needs_two
-def test_a_rank_whose_turn_never_comes_is_not_over() -> None:
-    """It is told beside the highest one, which then turns out to be higher still."""
-    script = """
-        from meshplan import two_cores as cores
-        from meshplan.memory.answer.reserved import ReplayCache
-        from meshplan.memory.log.events import EventLog, Storage, Term
-        from meshplan.memory.analytic.ranks import AnalyticRanks
-        from meshplan.spec.reader import load_spec
-
-        summarised, expanded, wrote = [1000, 990], [1040, 1200], []  # Beside workspaces.
-
-        def write(rank, is_summarised):
-            wrote.append((rank, is_summarised))
-            size = (summarised if is_summarised else expanded)[rank] << 20
-            return EventLog((Storage(Term.ACTIVATIONS),), ((size, 0, 0),), ("before",))
-
-        def told():
-            wrote.clear()
-            ranks = AnalyticRanks(
-                [0, 1], write, ReplayCache("", load_spec({"version": 1})), summarised=True,
-                only_summarised=False, stop_above_bytes=1164 << 20, keeps_logs=False,
-            )
-            return [each.figures.reserve.reserved_bytes >> 20 for each in ranks.results([0, 1])]
-
-        assert told() == [1104, 1054]
-        with cores._SECOND:
-            assert told() == [1104, 1054] and wrote == [(0, True), (1, True), (0, False)]
-        expanded[0] = 1000  # Now its turn comes.
-        try:
-            print(told())
-        except Exception as over:
-            print(over.args)
-        """
-    assert said(script) == str((1, 1264 << 20))
-
-
-@needs_two
 @pytest.mark.parametrize(
     ("stated", "kind"),
-    [("mesh: auto", "_read"),
-     ("mesh: {pp: 4, dp_shard: auto}, pipeline: {microbatches: 64}", "_first")],
-    ids=["chains", "ranks"],
-)  # fmt: skip
+    [("mesh: auto", "_read"), ("mesh: auto", "all_of")],
+    ids=["chains", "other layouts"],
+)
 def test_the_lock_is_the_same_on_one_core_and_on_two(
     tmp_path: Path, stated: str, kind: str
 ) -> None:

@@ -7,7 +7,7 @@ what wrappers and the optimizer allocate. A model or plan for which there are no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -37,8 +37,39 @@ from meshplan.units import format_gib
 
 _CROSS_ENTROPY: Final = "cross-entropy in float32 over the last dim of logits"
 
-Logs = MutableMapping[tuple[int, bool], EventLog]
-"""{(rank, whether its microbatches are summarised): log of the rank's step}."""
+
+class RankLogs:
+    """Writes the logs of a plan's ranks, each when it is first asked for.
+
+    The logs do not depend on the allocator, so plans that differ only in its setting share them.
+
+    Args:
+        plan: A plan for a graph of `blueprint`, which states batch size and sequence length.
+        device: A device name of `hardware`; "" if unknown.
+        played: Cache of the stages played for earlier plans; None for an empty cache.
+
+    Raises:
+        PlanError: There are no rules for the model's ops, or for a feature of the plan.
+    """
+
+    def __init__(self, plan: Plan, *, device: str, played: Played | None = None) -> None:
+        micro, seq_len = plan.fed()
+        check_fused(plan, seq_len, device=device)
+        self.plan = plan
+        self.works = analytic_microbatches(plan, micro, seq_len, device=device, played=played)
+        self._logs: dict[tuple[int, bool], EventLog] = {}
+
+    def log(self, rank: int, summarised: bool) -> EventLog:
+        """Return the log of a rank's step.
+
+        Args:
+            rank: The rank.
+            summarised: If True, summarise the microbatches that cannot contain the peak.
+        """
+        if (rank, summarised) not in self._logs:
+            log = _log_of(self.works, self.plan, rank, summarised=summarised)
+            self._logs[rank, summarised] = log
+        return self._logs[rank, summarised]
 
 
 @no_collection()
@@ -53,8 +84,7 @@ def estimate_analytic(
     try_expandable: bool = True,
     by_module: bool = False,
     stage_guess_bytes: Sequence[float] = (),
-    played: Played | None = None,
-    logs: Logs | None = None,
+    logs: RankLogs | None = None,
     known: KnownRanks | None = None,
 ) -> MemoryEstimate:
     """Estimate every rank's peak memory from the model's config, without importing torch.
@@ -75,9 +105,8 @@ def estimate_analytic(
             larger guesses are replayed first, so that a plan that does not fit is rejected early.
             If empty, ranks of the last stages are replayed first, because they compute the loss,
             then those of the first stages, because they have the most microbatches in flight.
-        played: Cache of the stages played for earlier plans; None for an empty cache.
-        logs: Cache of the ranks' logs, for plans that differ in nothing but the allocator setting;
-            None for no cache.
+        logs: Logs of this plan, or of one that differs only in the allocator setting; None to
+            write them.
         known: Cache of the ranks' results, for plans that differ only in the blocks of some
             pipeline ranks; None for no cache.
 
@@ -86,26 +115,19 @@ def estimate_analytic(
         OverError: Some rank reserves more than `stop_above_bytes`.
     """
     spec, (micro, seq_len) = plan.spec, plan.fed()
-    check_fused(plan, seq_len, device=device)
     groups = equal_ranks(plan.assignment)
     shape = f"[{micro * plan.accumulate}, {seq_len // plan.mesh.size('cp')}] int64"
     certified = f"estimated from the config; traces of models differ by at most {ERROR:.0%}"
-    works = analytic_microbatches(plan, micro, seq_len, device=device, played=played)
+    logs = logs or RankLogs(plan, device=device)
+    works = logs.works
     # Results for expandable segments, modules and compiled blocks are computed from logs. A search
     # asks for none of these, and needs only peaks.
     keeps_logs = try_expandable or by_module or bool(plan.assignment.compiled)
 
-    def write(rank: int, summarised: bool) -> EventLog:
-        if logs is None:
-            return _log_of(works, plan, rank, summarised=summarised)
-        if (rank, summarised) not in logs:
-            logs[rank, summarised] = _log_of(works, plan, rank, summarised=summarised)
-        return logs[rank, summarised]
-
     places = [plan.mesh.index(ranks[0], ("pp",)) for ranks in groups]
     ranks = AnalyticRanks(
         [each[0] for each in groups],
-        write,
+        logs.log,
         ReplayCache(device, spec),  # Ranks of different stages may have equal events.
         summarised=works.summarised,
         only_summarised=works.only_summarised,

@@ -2,21 +2,18 @@
 
 In a summarised log, the microbatches that cannot contain the peak have only the storages that they
 leave behind; writing it takes a fraction of the time. A rank is expanded in full if its summarised
-log exceeds the limit, or if the rank may need the most of all. Two ranks are computed at the same
-time if there are two cores; the results are the same.
+log exceeds the limit, or if the rank may need the most of all.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Final, NamedTuple
 
 from meshplan.memory.answer.estimate import margin
 from meshplan.memory.answer.reserved import RankSummary, ReplayCache, ReservedLog
 from meshplan.memory.log.events import EventLog
-from meshplan.two_cores import each, has_another
 
 ERROR: Final = 0.01
 """Possible relative error of a step computed from a config, compared with a traced step.
@@ -129,16 +126,7 @@ class AnalyticRanks:
             OverError: A rank reserves more than `stop_above_bytes`; of several, the first in
                 `order`.
         """
-        first = partial(self._first, before_all=order[0])
-        if self._keeps_logs:
-            done = [*map(first, order)]
-        elif len(order) == 2:
-            done = each(first, order)
-        else:  # A plan over the limit usually ends with its first rank, and forking takes time.
-            done = [first(order[0]), *each(first, order[1:])]
-        for number, result in zip(order, done, strict=True):
-            self._keep(number, result)  # Another process may have computed it.
-        found = dict(zip(order, done, strict=True))
+        found = {number: self._first(number, before_all=order[0]) for number in order}
         results = [found[number] for number in range(len(order))]
         if not self._only_summarised:
             self._expand_highest(results)
@@ -191,40 +179,7 @@ class AnalyticRanks:
 
         This changes only the ranks' reserved bytes, not their requested bytes.
         """
-        # With a second core, also expand the rank that will probably be the highest next.
-        ahead: dict[int, AnalyticRank | OverError] = {}
         while not results[
             highest := max(range(len(results)), key=lambda n: results[n].high_bytes)
         ].is_full:
-            if highest not in ahead:
-                some = [highest]
-                if not self._keeps_logs and has_another():
-                    some += _expand_next(results, highest)
-                ahead.update(zip(some, each(self._in_full, some), strict=True))
-            found = ahead[highest]
-            if isinstance(found, OverError):
-                raise found
-            self._keep(highest, found)
-            results[highest] = found
-
-    def _in_full(self, number: int) -> AnalyticRank | OverError:
-        """Return the result of one rank expanded in full, or the error if it is over the limit.
-
-        The error is returned, not raised, because this rank may have been expanded ahead of time:
-        the error counts only if the rank becomes the highest.
-        """
-        try:
-            return self._of(number, summarised=False)
-        except OverError as error:
-            return error
-
-
-def _expand_next(results: Sequence[AnalyticRank], highest: int) -> list[int]:
-    """Return the index of the rank to expand after `highest`, as a list; [] if there is none.
-
-    The guess assumes that `highest` reserves as much in full as summarised.
-    """
-    others = [n for n in range(len(results)) if n != highest]
-    whole = results[highest]._replace(is_full=True).high_bytes
-    then = max(others, key=lambda n: results[n].high_bytes, default=highest)
-    return [] if results[then].is_full or results[then].high_bytes <= whole else [then]
+            results[highest] = self._of(highest, summarised=False)

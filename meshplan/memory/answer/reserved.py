@@ -11,7 +11,7 @@ import numpy as np
 from meshplan.layout.optimizers import STATES_FROM_START
 from meshplan.memory.log.allocator import Reserve, reserve
 from meshplan.memory.log.driver import with_workspaces
-from meshplan.memory.log.events import EventLog, Storage, Term
+from meshplan.memory.log.events import EventLog, Term
 from meshplan.spec.spec import Spec
 
 

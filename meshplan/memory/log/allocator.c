@@ -263,13 +263,13 @@ static void give(Allocator *a, Block *block) {
 /* Play `count` events and write the figures.
  *
  * deltas, storages: Change in bytes and index of the storage, of each event.
- * pool_of: Index of the stream of each storage, from 0 on without gaps.
+ * stream_of: Number of the stream of each storage, less than `num_streams`.
  * limit: Bytes that may be reserved; -1 for no limit.
  * figures: Set to the most allocated bytes, the most reserved bytes, the number of retries, the
  *     bytes reserved at the end, and the bytes that could not be reserved.
  */
 int meshplan_play(i64 count, const i64 *deltas, const i64 *storages, i64 num_storages,
-                  const i64 *pool_of, i64 num_streams, i64 limit, int is_expandable,
+                  const i64 *stream_of, i64 num_streams, i64 limit, int is_expandable,
                   i64 *figures) {
     Allocator a = {.limit = limit, .is_expandable = is_expandable, .num_pools = 2 * num_streams};
     a.pools = calloc((size_t)(a.num_pools ? a.num_pools : 1), sizeof *a.pools);
@@ -292,7 +292,7 @@ int meshplan_play(i64 count, const i64 *deltas, const i64 *storages, i64 num_sto
         }
         if (delta) {
             i64 size = round_up(delta, ROUND);
-            block = take(&a, a.pools + 2 * pool_of[storage] + (size <= SMALL), size);
+            block = take(&a, a.pools + 2 * stream_of[storage] + (size <= SMALL), size);
             if (block) {
                 block->requested = delta;
                 taken[storage] = block;

@@ -1,7 +1,8 @@
 """Simulate torch's caching allocator on an event log, from bytes requested to bytes reserved.
 
 Reserved bytes depend on the order in which blocks are allocated and freed, so the log is played
-event by event: by compiled code where there is some (`compiled_allocator`), or else by `_Allocator`. The rules for a request of `delta` bytes, which gets a block of `length` bytes:
+event by event: by compiled code if there is some (`compiled_allocator`), otherwise by `_Allocator`.
+The rules for a request of `delta` bytes, which gets a block of `length` bytes:
 
     rounding   size = ceil(delta / 512) * 512                                  `_ROUND`
     pool       small if size <= 1 MiB else large, of the storage's stream      `_SMALL`, `_Pool`

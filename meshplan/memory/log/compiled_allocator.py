@@ -56,14 +56,14 @@ def play(
         MemoryError: There is no memory for the play itself.
     """
     assert LIBRARY is not None
-    numbers, stream_of = np.unique(streams, return_inverse=True)
     deltas, storages, stream_of = (
-        np.ascontiguousarray(each, np.int64) for each in (*events[:2], stream_of)
+        np.ascontiguousarray(each, np.int64) for each in (*events[:2], streams)
     )
+    num_streams = int(stream_of.max(initial=0)) + 1
     found = np.zeros(5, np.int64)
     status = LIBRARY.meshplan_play(
         ctypes.c_int64(deltas.size), _pointer(deltas), _pointer(storages),
-        ctypes.c_int64(streams.size), _pointer(stream_of), ctypes.c_int64(numbers.size),
+        ctypes.c_int64(streams.size), _pointer(stream_of), ctypes.c_int64(num_streams),
         ctypes.c_int64(-1 if limit is None else limit), ctypes.c_int(expandable), _pointer(found),
     )  # fmt: skip
     if status == _NO_HOST_MEMORY:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
@@ -210,8 +210,5 @@ def workspace_bytes(device: str) -> int:
 
 def with_workspaces(log: EventLog, device: str) -> EventLog:
     """Return the log with cuBLAS's workspaces added, which exist throughout the step."""
-    size, first = workspace_bytes(device), len(log.storages)
     storage = Storage(Term.WORKSPACES, "cublas")
-    born = tuple((size, first + thread, 0) for thread in range(_THREADS))
-    storages = (*log.storages, *[storage] * _THREADS)
-    return replace(log, storages=storages, changes=(*born, *log.changes))
+    return log.preceded([storage] * _THREADS, [workspace_bytes(device)] * _THREADS)

@@ -6,8 +6,8 @@ come from a trace of the real wrappers on fake tensors, from a replay of blocks,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain
@@ -121,6 +121,21 @@ class EventLog:
         fields = np.fromiter(chain.from_iterable(self.changes), np.int64, 3 * len(self.changes))
         return np.ascontiguousarray(fields.reshape(-1, 3).T)
 
+    def preceded(self, storages: Sequence[Storage], sizes: Sequence[int]) -> EventLog:
+        """Return the log with more storages that exist before the step and outlive it.
+
+        Args:
+            storages: The storages.
+            sizes: Their bytes.
+        """
+        first = len(self.storages)
+        born = tuple((size, first + number, 0) for number, size in enumerate(sizes))
+        log = replace(self, storages=(*self.storages, *storages), changes=(*born, *self.changes))
+        # Reading the events of this log from tuples again would take longer than playing them.
+        columns = np.concatenate([np.array(born, np.int64).reshape(-1, 3).T, self.columns], axis=1)
+        log.__dict__["columns"] = columns
+        return log
+
     @cached_property
     def streams(self) -> NDArray[np.int64]:
         """[storages] number of the CUDA stream of each storage."""
@@ -142,8 +157,9 @@ class EventLog:
         """
         deltas, storages, _ = self.columns
         stream_of = self.streams[storages]
-        of_stream = (np.cumsum(deltas[stream_of == each]) for each in np.unique(self.streams))
-        return sum(max(int(live.max(initial=0)), 0) for live in of_stream)
+        streams = range(int(stream_of.max(initial=0)) + 1)
+        live = (np.cumsum(deltas[stream_of == each]) for each in streams)
+        return sum(int(each.max(initial=0)) for each in live)
 
     @cached_property
     def by_phase(self) -> Mapping[str, tuple[int, int]]:

@@ -15,7 +15,7 @@ from meshplan.cost.profile import Profile, profile_of_plan
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem, check_all
 from meshplan.layout.mesh import order_of
-from meshplan.memory.analytic.estimate import Logs, estimate_analytic
+from meshplan.memory.analytic.estimate import RankLogs, estimate_analytic
 from meshplan.memory.analytic.ranks import AnalyticRank, KnownRanks, OverError
 from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.memory.decoder.sizes import shape_of
@@ -333,19 +333,17 @@ class PlanningProblem:
             allocators: Allocator settings to try in order; () for all that the plan leaves open.
 
         Returns:
-            The estimate with the first allocator setting that fits, or else with the setting
-            that needs the fewest bytes.
+            The estimate with the first setting that fits, or else with that of the fewest bytes.
         """
         bound = self._truncated_bound(table, candidate, guesses=False)
         if not to_the_end and bound is not None and bound.is_over:  # With any allocator.
             return ReplayedMemory(fits=False, excess=bound.least)
-        found: list[ReplayedMemory] = []
-        logs: Logs = {}
+        found, shared = list[ReplayedMemory](), list[RankLogs]()
         for allocator in allocators or self.free.allocators:
             key = candidate.row, candidate.ends, candidate.option_counts, allocator
             one = self._known.get((*key, True)) or self._known.get((*key, to_the_end))
             if one is None:
-                one = self._measure(table, candidate, allocator, logs, to_the_end)
+                one = self._measure(table, candidate, allocator, shared, to_the_end)
                 self._known[*key, to_the_end] = one
             found.append(one)
             if one.fits:
@@ -357,25 +355,25 @@ class PlanningProblem:
         table: CostTable,
         candidate: Candidate,
         allocator: Allocator,
-        logs: Logs,
+        shared: list[RankLogs],
         to_the_end: bool,
     ) -> ReplayedMemory:
-        """Estimate a candidate's memory with one allocator setting.
+        """Estimate a candidate's memory with one allocator setting; `shared` is the same for all.
 
-        Unless `to_the_end`, stop as soon as a rank exceeds the limit. `logs` caches the candidate's
-        logs, which are the same with every allocator setting.
+        Unless `to_the_end`, stop as soon as a rank exceeds the limit.
         """
         request, stated = self.request, self.stated(table, candidate, allocator)
         is_staged = self._traced is not None and len(candidate.linear_bytes) > 1
         try:
-            plan = self._decided(request.read(overrides(stated)))
+            spec = request.read(overrides(stated))
+            plan = replace(shared[0].plan, spec=spec) if shared else self._decided(spec)
         except MeshplanError as error:
             return refused_by(error, candidate, is_of_cut=is_staged)
         try:
             links = self._truncated.links(plan)
             # Of a live model's stages, all that do not fit are reported, not only the first.
             most = float("inf") if to_the_end or is_staged else self.capacity - links
-            memory = self._memory(plan, most, candidate, logs)
+            memory = self._memory(plan, most, candidate, shared)
         except OverError as over:
             place = plan.mesh.index(over.rank, ("pp",))
             excess = {place: over.reserved_bytes + links - candidate.linear_bytes[place]}
@@ -409,9 +407,14 @@ class PlanningProblem:
         kinds = self.chain_at(1).kinds
         return self._traced is None or sum(kind.has_options for kind in kinds) < 2
 
-    def _memory(self, plan: Plan, most: float, candidate: Candidate, logs: Logs) -> MemoryEstimate:
+    def _memory(
+        self, plan: Plan, most: float, candidate: Candidate, shared: list[RankLogs]
+    ) -> MemoryEstimate:
         if self._traced is not None:
             return self._traced.memory(plan, most)
+        if not shared:
+            played = self._truncated.played
+            shared.append(RankLogs(plan, device=self.request.device, played=played))
         return estimate_analytic(
             plan,
             device=self.request.device,
@@ -419,8 +422,7 @@ class PlanningProblem:
             stop_above_bytes=most,
             try_expandable=False,
             stage_guess_bytes=candidate.linear_bytes,
-            played=self._truncated.played,
-            logs=logs,
+            logs=shared[0],
             known=KnownRanks(self._ranks, rank_keys(candidate, plan.spec.allocator)),
         )
 
@@ -431,8 +433,7 @@ class PlanningProblem:
         """
         if (found := certify_plan(self.request, evaluated)) is None:
             self._over.add(words_of(evaluated))
-            # Cached estimates may report that this plan fits.
-            self._known.clear()
+            self._known.clear()  # Cached estimates may report that this plan fits.
             self.measured.remove(evaluated)
         return found
 
