@@ -15,6 +15,7 @@ INPUTS = {
     "five": {"shape": [8, 512, 512]},
     "keeping": {"shape": [8, 512, 1024]},
     "tied": {"shape": [8, 1024], "dtype": "int64"},
+    "repeating": {"shape": [8, 1024], "dtype": "int64"},
 }
 
 
@@ -149,6 +150,13 @@ def uneven() -> nn.Module:
 
 def looped() -> nn.Module:
     return Looped((1024, 2048))
+
+
+def repeating() -> nn.Module:
+    """The first and the last block have one weight, which no two stages may share."""
+    model = Tied((1024, 2048, 1024))
+    model.layers[2].up.weight = model.layers[0].up.weight
+    return model
 
 
 def tied() -> nn.Module:

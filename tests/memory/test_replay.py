@@ -23,8 +23,6 @@ from tests.runtime.fake_step.test_memory_exact import CASES, FULL
 
 REFUSED = {
     "stages, ZBV": "a schedule that splits the backward",
-    "stages of an encoder and a decoder": "parameters that several stages share",
-    "stages x full_shard, tied": "parameters that several stages share",
 }
 IN_PARTS = ("full_shard, muon", "zero1, muon")
 """What DTensor gathers for products of matrices in parts."""

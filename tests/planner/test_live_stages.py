@@ -129,6 +129,8 @@ WIDE = pytest.mark.wide
     ("name", "recompute"),
     [
         ("unlike", "none"),
+        ("tied", "none"),
+        pytest.param("tied", "auto", marks=WIDE),
         pytest.param("five", "none", marks=WIDE),
         pytest.param("alike", "none", marks=WIDE),
         pytest.param("alike", "auto", marks=WIDE),
@@ -172,10 +174,10 @@ def test_the_seconds_of_a_found_plan_are_those_of_the_same_plan_stated(count, as
     assert found.seconds == pytest.approx(min(stated), rel=1e-4)
 
 
-def test_stages_that_would_share_a_parameter_are_refused_in_words(tmp_path):
+def test_stages_that_would_share_a_parameter_of_a_block_are_refused_in_words(tmp_path):
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan_of("tied")))
-    with pytest.raises(EmptySpaceError, match=r"would share the parameter 'embed\.weight'"):
+    path.write_text(json.dumps(plan_of("repeating")))
+    with pytest.raises(EmptySpaceError, match=r"would share the parameter 'layers\.0\.up\.weight'"):
         fastest_of(PlanningProblem(request_of_entry(path, (), None)))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meshplan.assign.axes.stages import StageCutter, Units
 from meshplan.assign.base.cascade import Cascade
 from meshplan.errors import PlanError
-from meshplan.model.graph import ModelGraph
+from meshplan.model.graph import ModelGraph, is_inside
 from meshplan.model.stage_boundary import Bond
 from meshplan.spec.spec import Spec
 
@@ -95,7 +95,10 @@ def _starts(cutter: StageCutter, units: Units) -> StageStarts:
 
 
 def _sharing(cutter: StageCutter, units: Units, firsts: Mapping[str, int]) -> Iterator[Bond]:
-    """Yield bonds between the units that need one parameter.
+    """Yield bonds between the units that need one parameter of a block.
+
+    Stages may share parameters outside of the blocks, as a head has those of an embedding: each has
+    a copy, and their gradients are summed.
 
     Args:
         cutter: The cutter of the model.
@@ -103,9 +106,11 @@ def _sharing(cutter: StageCutter, units: Units, firsts: Mapping[str, int]) -> It
         firsts: By block that a stage can begin with, the index of its first unit.
     """
     stages = _stages_at(cutter, units, firsts)
-    begins = [0, *firsts.values()]
+    begins, blocks = [0, *firsts.values()], cutter.graph.blocks()
     for fqn, needing in cutter.tensors(units, stages).items():
-        if len(needing) > 1 and not cutter.graph.tensors[fqn].is_buffer:
+        tensor = cutter.graph.tensors[fqn]
+        is_of_block = any(is_inside(name, each) for name in tensor.names for each in blocks)
+        if len(needing) > 1 and is_of_block and not tensor.is_buffer:
             why = f"the stages before and after it would share the parameter '{fqn}'"
             yield Bond(begins[min(needing)], begins[max(needing)], why)
 

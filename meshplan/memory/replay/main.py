@@ -93,7 +93,10 @@ def _unknown(plan: Plan, trace: Prepared | None) -> Iterator[Problem]:
             splits_backward(a) and not has_reducing,
             "a schedule that splits the backward",
         ),
-        (bool(shared) and not has_sharing, "parameters that several stages share"),
+        (
+            bool(shared) and trace is not None and not has_sharing,
+            "parameters that several stages share",
+        ),
         (
             any(
                 len(set(map(a.stages.rank_of, stages_of))) < len(stages_of)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from meshplan.assign import Assignment
 from meshplan.layout.mesh import UNIT_AXES
 from meshplan.memory.log.events import Term
-from meshplan.memory.log.microbatch import AT_STAGE, HookPoint, MicrobatchTrace
+from meshplan.memory.log.microbatch import AT_STAGE, HookKind, HookPoint, MicrobatchTrace
 from meshplan.memory.repeat.repeat_blocks import RepeatedBlocks, repeat_blocks
 from meshplan.memory.replay.buckets import DdpOptions
 from meshplan.plan.plan import Plan
@@ -191,6 +191,12 @@ def _traced_pass(
         batch, fake_targets = mapped(inputs, fake), mapped(targets, fake)
         wrapped = _applied_without_data(fake_model, bare, mesh, mark)
         assert isinstance(wrapped, PipelinedModule)
+
+        def share() -> None:
+            hook_points.append(HookPoint(tracker.num_events, HookKind.SHARING, ""))
+
+        # The gradients of units are not reduced here: `memory.replay` adds up what stages share.
+        wrapped.shared.add_gradients = share  # type: ignore[method-assign]
         # Record forwards with parameters in the dtypes in which they are stored: those of other
         # stages still have the dtypes that they had at that time.
         cast_parameters(wrapped.skeleton, plan)
