@@ -73,11 +73,20 @@ large_vit = functools.partial(_large, "vit")
 large_t5 = functools.partial(_large, "t5")
 large_odd = functools.partial(_large, "odd")
 
+
+def large_t5_of_1026_tokens() -> nn.Module:
+    """Four ranks of tp share its vocabulary, of which no rank has a quarter."""
+    model = _large("t5")
+    model.resize_token_embeddings(1026)
+    return model
+
+
 NAMES: Final = ("unet", "vit", "t5", "odd")
 INPUTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "unet": {"input": {"shape": [2, 3, 256, 256], "dtype": "fp32"}},
     "vit": {},
     "t5": {"batch": {"seq_len": 256}},
+    "t5_of_1026_tokens": {"batch": {"seq_len": 256}},
     "odd": {"input": {"shape": [2, 2048], "dtype": "fp32"}},
 }
 """What the plan of a large model says of its input."""

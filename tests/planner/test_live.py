@@ -261,6 +261,26 @@ def test_a_plan_with_tp_that_is_chosen_runs_as_one_process_does(pool, name, mesh
     runs_as_one(pool, name, asked.stated)
 
 
+def test_shards_of_different_sizes_are_planned_as_the_first_rank_has_them(tmp_path):
+    """No rank stores more than the first one, and what is chosen is traced on all of them."""
+    path = tmp_path / "plan.yaml"
+    path.write_text(json.dumps(plan_of("t5_of_1026_tokens", mesh={"tp": 4})))
+    question = request_of_entry(path, (), None)
+    chosen = decide(question).chosen
+    assert chosen is not None
+    traced, spec = question.traced, question.read(overrides(chosen.stated))
+    assert isinstance(traced, TracedModel)
+    traced.traces(spec).exact.clear()  # What certified the choice.
+    composed = traced.memory(traced.decide(spec))
+    found = [(g.ranks, g.peak.requested_bytes) for g in chosen.memory.groups]
+    assert len(found) > 1
+    first = composed.groups[0].peak.requested_bytes
+    assert first == found[0][1] == max(size for _, size in found)
+    assert [(g.ranks, g.peak.requested_bytes) for g in composed.groups] == [
+        (ranks, first) for ranks, _ in found
+    ]
+
+
 @pytest.mark.parametrize("mesh", [{"tp": 2, "dp_shard": 2}, {"tp": 4}])
 def test_microbatches_with_tp_are_composed(mesh, ask):
     """With some blocks recomputed and with samples that were not traced: as in the whole step."""

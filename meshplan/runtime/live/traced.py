@@ -8,6 +8,7 @@ its stages is traced, once for all plans that have it (`stage_traces`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
@@ -19,6 +20,7 @@ from torch import nn
 from meshplan.assign.axes.stage_starts import stage_starts
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, Origin, PlanError, Problem
+from meshplan.layout.mesh import Mesh
 from meshplan.memory.analytic.ranks import ERROR, OverError
 from meshplan.memory.answer.assemble import assemble
 from meshplan.memory.answer.estimate import MemoryEstimate, Tier
@@ -131,9 +133,9 @@ class TracedModel:
             return _in_a_group("tp")
         try:
             traces = self.traces(spec)
-            mesh, groups = traces.plan.mesh, equal_ranks(traces.plan.assignment)
-            if any(mesh.index(ranks[0], ("tp",)) for ranks in groups):
-                return f"the ranks of tp {mesh.size('tp')} hold shards of different sizes"
+            groups = equal_ranks(traces.plan.assignment)
+            if any(_has_larger_shards(traces.plan, ranks[0]) for ranks in groups):
+                return "a rank of tp has larger shards than the first one, which is traced"
             self.chain(spec)
         except MeshplanError as error:
             return error.problems[0].what
@@ -289,7 +291,8 @@ class TracedModel:
         how = "under the plan" if is_exact else "block by block, not under the plan itself"
         return self._estimate(
             plan,
-            lambda rank: composed_log(prepared, plan, rank),
+            # The traces are of the first rank of tp, whose shards are the largest.
+            lambda rank: composed_log(prepared, plan, _first_along_tp(plan.mesh, rank)),
             f"a microbatch of the model was traced {how}",
             stop_above_bytes,
         )
@@ -337,6 +340,21 @@ class TracedModel:
         ]
         (name, _), *rest = loop.assumed
         return ((name, ", ".join(parts)), *rest)
+
+
+def _first_along_tp(mesh: Mesh, rank: int) -> int:
+    """Return the rank that is first along tp, with the coordinates of `rank` on other axes."""
+    inner = mesh.names[mesh.names.index("tp") + 1 :] if "tp" in mesh.names else ()
+    return rank - mesh.index(rank, ("tp",)) * mesh.size(*inner)
+
+
+def _has_larger_shards(plan: Plan, rank: int) -> bool:
+    """Return True if a rank stores more of some tensor than the first rank along its tp."""
+    mesh, first = plan.mesh, _first_along_tp(plan.mesh, rank)
+    return any(
+        math.prod(each.local_shape(mesh, rank)) > math.prod(each.local_shape(mesh, first))
+        for each in plan.assignment.tensors.values()
+    )
 
 
 def _in_a_group(axis: str) -> str:
