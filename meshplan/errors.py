@@ -74,6 +74,10 @@ class MeshplanError(Exception):
         )
         super().__init__(self.render())
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return how a copy on another rank is made: of its problems, not of their text."""
+        return type(self), (tuple(self.problems),), self.__dict__
+
     def render(self) -> str:
         """Return the message as the command line prints it: a count, then each problem."""
         return findings_to_text("problem", self.problems)

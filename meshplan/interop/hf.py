@@ -27,6 +27,7 @@ from meshplan.interop.trainer_batches import (
     last_batch,
     prepared,
     rest_of,
+    warn_of_repeated,
 )
 from meshplan.interop.trainer_call import example_of_call
 from meshplan.interop.trainer_folders import last_whole
@@ -293,7 +294,17 @@ class _Planned(Saving):
     def _last_batch(self, batch: Any) -> LastBatch | None:
         """Return the last batch of an epoch, if it is filled up; None for any other batch."""
         rest = self._rest()
-        return None if rest is None else last_batch(batch, rest)
+        last = None if rest is None else last_batch(batch, rest, self._collated_anew)
+        if rest is not None and last is None:
+            warn_of_repeated(rest, "a worker reads the dataset, and its rows are no samples")
+        return last
+
+    def _collated_anew(self, number: int) -> Any:
+        """Return a batch of the first samples of the loader's last one; None if not known."""
+        from meshplan.interop.trainer_stream import collated_anew
+
+        batch = collated_anew(self.accelerator.gradient_state.active_dataloader, number)
+        return None if batch is None else self._prepare_inputs(batch)
 
     def get_tp_size(self) -> int:
         """Return the number of ranks that have the same samples, by which counts are divided."""
@@ -340,8 +351,10 @@ class _Planned(Saving):
             return inputs, None
         if not is_cut:
             return last.own, last.share
-        is_mean = stated_scaling(self) is False
-        return (inputs, None) if last.masked is None or is_mean else (last.masked, last.share)
+        if last.masked is None or stated_scaling(self) is False:
+            warn_of_repeated(last.rest, "a pipeline has no labels by which to leave them out")
+            return inputs, None
+        return last.masked, last.share
 
     def _overrides(self, name: str) -> bool:
         """Return True if a subclass of the Trainer has a method of its own in place of its."""
@@ -409,9 +422,9 @@ class _Planned(Saving):
         The samples that fill up the last batch are repeated ones. They do not count.
         """
         self._now = last = self._rest()
-        own = 0
+        own = rows = 0
         if last is not None:
-            inputs, own = evaluated(inputs, last)
+            inputs, own, rows = evaluated(inputs, last, self._collated_anew)
         counted = self._count_labels(inputs)
         noted = self._loss_ranks
         assert noted is not None
@@ -419,8 +432,8 @@ class _Planned(Saving):
         with guarded("prediction_step"):
             loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
             self._now = None
-            if last is not None and own < last.size:
-                rest = fill_rows(rest, own, last.size)
+            if own < rows:
+                rest = fill_rows(rest, own, rows)
             # A mean over samples is weighted by the Trainer.
             if loss is not None and counted is not None and stated_scaling(self) is not False:
                 loss = mean_over_ranks(loss, counted, noted.is_counted, self._planned())

@@ -55,6 +55,11 @@ def argument_problems(args: Any) -> list[Problem]:
         "gradient_checkpointing=True",
         "set it to False, and say activation_checkpointing: full in the plan",
     )
+    refuse(
+        get("activation_offloading"),
+        "activation_offloading=True",
+        "set it to False, and say offload: {activations: true} in the plan",
+    )
     if get("train_sampling_strategy") == "batch_rebalance":
         what = "train_sampling_strategy='batch_rebalance' was given, which gives the ranks unequal "
         what += "numbers of samples"
@@ -85,6 +90,13 @@ def plan_problems(trainer: Any, plan: Plan) -> list[Problem]:
     if plan.assignment.stages is not None and getattr(args, "predict_with_generate", False):
         refuse("predict_with_generate=True was given, but a pipeline cannot generate",
                "mesh.pp", "leave it out, or use a plan without pp")  # fmt: skip
+    if plan.assignment.stages is not None and getattr(trainer, "padding_free", False):
+        given, fix = "padding_free=True", "leave it out"
+        if getattr(args, "packing", False):
+            given = f"packing_strategy={args.packing_strategy!r}"
+            fix = "say packing_strategy='wrapped'"
+        refuse(f"{given} puts the samples of a batch into one row, which a pipeline cannot cut "
+               "into microbatches", "mesh.pp", f"{fix}, or use a plan without pp")  # fmt: skip
     for name in ("bf16_full_eval", "fp16_full_eval", "torch_empty_cache_steps"):
         if plan.assignment.stages is not None and getattr(args, name, None):
             refuse(f"{name}={getattr(args, name)} was given, which has no effect on a pipeline",

@@ -6,7 +6,8 @@ some from the beginning. In one process the last batch is smaller instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,8 +28,10 @@ def prepared(loader: Any, accelerator: Any, ranks: int, index: int) -> Any:
         ranks: Number of data ranks.
         index: This one among them.
     """
-    from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
+    from accelerate.data_loader import prepare_data_loader
     from transformers.trainer_utils import seed_worker
+
+    from meshplan.interop.trainer_stream import keep_last
 
     if getattr(loader.worker_init_fn, "func", None) is seed_worker:
         # Workers of ranks along tp and pp draw the same augmentations.
@@ -42,10 +45,7 @@ def prepared(loader: Any, accelerator: Any, ranks: int, index: int) -> Any:
         use_seedable_sampler=accelerator.use_seedable_sampler,
         data_seed=accelerator.dataloader_config.data_seed,
     )  # fmt: skip
-    if type(made.dataset) is IterableDatasetShard:
-        from meshplan.interop.trainer_stream import count_samples
-
-        count_samples(made.dataset)
+    keep_last(made)
     return made
 
 
@@ -122,23 +122,43 @@ class LastBatch:
     rest: Rest
 
 
-def last_batch(batch: Any, rest: Rest) -> LastBatch | None:
+def warn_of_repeated(rest: Rest, why: str) -> None:
+    """Warn that samples which only fill up a batch are trained on."""
+    repeated = rest.size * rest.ranks - rest.left
+    what = f"the last batch of the epoch is filled up with {repeated} repeated samples, which are "
+    fix = "say dataloader_drop_last=True, or choose batch sizes that divide the samples"
+    warnings.warn(str(Problem(f"{what}trained on: {why}", fix=fix)), stacklevel=2)
+
+
+def last_batch(batch: Any, rest: Rest, anew: Callable[[int], Any]) -> LastBatch | None:
     """Return a filled-up batch of this data rank; None if its samples cannot be told apart.
 
     Args:
         batch: The batch.
         rest: What is known of it.
+        anew: Returns a batch of so many of its samples, the first ones; None if it cannot.
     """
     own, size = rest.own, rest.size
-    counted = cut_rows(batch, size, own) if isinstance(batch, Mapping) else None
-    if counted is None:
+    if not isinstance(batch, Mapping):
         return None
     labels = without_labels(batch, own)
+    counted = cut_rows(batch, size, own)
+    if counted is None:
+        # A sample may be a pair of rows, or all samples one row.
+        made = anew(max(own, 1))
+        if made is None:
+            return None
+        counted, labels = dict(made) if own else without_rows(batch), {}
     is_masked = labels and not any(each.is_floating_point() for each in labels.values())
     return LastBatch(
         batch, counted if own else dict(batch), {**batch, **labels} if is_masked else None,
         counted, own * rest.ranks / rest.left, rest,
     )  # fmt: skip
+
+
+def without_rows(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch of no samples."""
+    return {k: v[:0] if isinstance(v, torch.Tensor) and v.ndim else v for k, v in batch.items()}
 
 
 def without_labels(batch: Mapping[str, Any], own: int) -> dict[str, torch.Tensor]:
@@ -150,12 +170,13 @@ def without_labels(batch: Mapping[str, Any], own: int) -> dict[str, torch.Tensor
     return labels
 
 
-def evaluated(batch: Any, rest: Rest) -> tuple[Any, int]:
-    """Return a filled-up batch of an evaluation with what counts, and its number of rows.
+def evaluated(batch: Any, rest: Rest, anew: Callable[[int], Any]) -> tuple[Any, int, int]:
+    """Return a filled-up batch of an evaluation with what counts, its rows, and those of all of it.
 
     Args:
         batch: The batch.
         rest: What is known of it.
+        anew: Returns a batch of so many of its samples, the first ones; None if it cannot.
 
     Raises:
         ApplyError: The samples that count cannot be told from the others.
@@ -164,20 +185,22 @@ def evaluated(batch: Any, rest: Rest) -> tuple[Any, int]:
 
     own, size = rest.own, rest.size
     rows = find_batch_size(batch) or 0
+    labels = without_labels(batch, own if rows == size else 0)
+    cut = cut_rows(batch, size, own) if rows == size else None
+    if cut is None and (made := anew(max(own, 1))) is not None:
+        return (made, find_batch_size(made), rows) if own else ({**batch, **labels}, rows, rows)
     if rows != size:
         raise _filled_up(
             f"its {size} samples are in {rows} row{'s' if rows > 1 else ''}, so they cannot be "
             "told from those that fill it"
         )
-    cut = cut_rows(batch, size, own)
-    labels = without_labels(batch, own)
     if cut is None and any(each.is_floating_point() for each in labels.values()):
         # A loss of classes ignores the label -100; one of numbers does not.
         raise _filled_up(
             "not all of its values have a row for each sample, and no value of float labels says "
             "that it does not count"
         )
-    return ({**batch, **labels}, size) if cut is None or not own else (cut, own)
+    return ({**batch, **labels}, size, size) if cut is None or not own else (cut, own, size)
 
 
 def _filled_up(why: str) -> ApplyError:

@@ -90,7 +90,7 @@ def with_share(output: Any, counted: torch.Tensor, num_items: Any) -> Any:
         return output
     weight = counted / num_items
     # The mean of no losses is NaN, and so are its gradients.
-    share = loss * weight if int(counted) else zero_of(output, loss)
+    share = loss * weight if int(counted) else zero_of(output, loss).to(loss.dtype)
     return replaced(output, share)
 
 

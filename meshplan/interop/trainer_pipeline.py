@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from meshplan.errors import ApplyError, Problem
@@ -130,7 +131,10 @@ class _LastStageLoss:
         counted = copied._count_labels(inputs)
         answer = LastStage(self._model, output, call, counted)
         given = dict(inputs)
-        loss: torch.Tensor = copied.compute_loss(answer, given, num_items_in_batch=self._num_items)
+        with _not_run(self._model.skeleton):
+            loss: torch.Tensor = copied.compute_loss(
+                answer, given, num_items_in_batch=self._num_items
+            )
         if loss.is_meta:
             what = "compute_loss returned a loss on the device meta: a pipeline's last stage has "
             what += "the model's output, but not the parameters of the other stages"
@@ -140,7 +144,9 @@ class _LastStageLoss:
     def _weighted(self, loss: torch.Tensor, output: Any, part: dict[str, Any]) -> torch.Tensor:
         trainer, num = self._trainer, self._model.pipeline.microbatches
         if trainer._share == 0.0:
-            return zero_of(output, loss)  # Of samples that only fill up the last batch.
+            return zero_of(output, loss).to(
+                loss.dtype
+            )  # Of samples that only fill up the last batch.
         stated = stated_scaling(trainer)
         if stated or (stated is None and trainer._loss_ranks.is_counted):
             return loss * num  # A share of the mean over the step.
@@ -153,7 +159,7 @@ class _LastStageLoss:
         counted, whole = trainer._count_labels(part), self._whole
         if stated is None and counted is not None and whole is not None and int(whole):
             if not int(counted):
-                return zero_of(output, loss)
+                return zero_of(output, loss).to(loss.dtype)
             return loss * (counted / whole * num)
         return loss
 
@@ -233,6 +239,22 @@ class _LastStageLoss:
                 fix = "keep numbers, tensors, and lists or mappings of them"
                 raise ApplyError(Problem(what, fix=fix)) from error
         return mapped_tensors(lambda tensor: tensor.cpu(), kept), logs_of(copied)
+
+
+@contextmanager
+def _not_run(whole: nn.Module) -> Iterator[None]:
+    """Let the whole model, of which a loss sees the attributes, raise if the loss runs it."""
+
+    def refuse(*unused: Any) -> None:
+        what = "compute_loss runs self.model beside the model that it is given, but a pipeline's "
+        what += "last stage does not have the parameters of the other stages"
+        raise ApplyError(Problem(what, fix="use a plan without pp"))
+
+    handle = whole.register_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class LastStage:

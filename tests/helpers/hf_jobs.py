@@ -165,6 +165,15 @@ class Twice(Trainer):  # type: ignore[misc]
         return (model(**inputs).loss + model(**inputs).loss) / 2
 
 
+class Beside(Trainer):  # type: ignore[misc]
+    """A forward of the Trainer's model beside that of the model it is given, as TRL's DPO has."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        with torch.no_grad():
+            return loss + self.model(**inputs).logits.mean()
+
+
 class Noisy(Trainer):  # type: ignore[misc]
     """A step of its own around the Trainer's, on other inputs."""
 
@@ -261,6 +270,7 @@ LOSSES: Final[Mapping[str, Mapping[str, Any]]] = {
     "dependent": {"base": Dependent},
     "contrasting": {"base": Contrasting},
     "twice": {"base": Twice},
+    "beside": {"base": Beside},
     "step": {"base": Noisy},
     "steps": {"base": Adversarial},
 }  # fmt: skip

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import types
 import unittest.mock
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.utils.data import IterableDataset, Subset, WeightedRandomSampler
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    DataCollatorWithFlattening,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
@@ -128,6 +130,28 @@ class Drawn(Trainer):  # type: ignore[misc]
         return WeightedRandomSampler([1.0, 2.0] * 16, 21, generator=generator)
 
 
+class Preferring(Trainer):  # type: ignore[misc]
+    """A loss of pairs: each sample is two rows, as in TRL's DPOTrainer and RewardTrainer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.can_return_loss = True
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        chosen, rejected = outputs.logits[:, 0].chunk(2)
+        loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def paired(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """Rows of the samples, then the same ones turned."""
+    ids = torch.stack([each["input_ids"] for each in samples])
+    return {"input_ids": torch.cat((ids, ids.flip(1)))}
+
+
 def mean_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
     """A `compute_loss_func` that ignores the number of items."""
     return entropy(outputs, labels)
@@ -157,6 +181,17 @@ CASES: Final[Mapping[str, dict[str, Any]]] = {
     "over_ranks": {"model": classifying, "base": OverRanks, "data": Classes(29), "accumulate": 2},
     "mean": {"model": classifying, "base": Mean, "data": Classes(32)},
     "untyped": {"model": untyped, "data": Texts(29), "accumulate": 2},
+    "flat": {"data": Texts(29), "data_collator": DataCollatorWithFlattening(), "accumulate": 2},
+    "flat_few": {"data": Texts(17), "data_collator": DataCollatorWithFlattening()},
+    "flat_stream": {
+        "data": Stream(29), "data_collator": DataCollatorWithFlattening(), "max_steps": 5,
+        # The Trainer alone weights the last batch of a stream by its rows.
+        "evaluated": Texts(13),
+    },
+    "pairs": {
+        "model": classifying, "base": Preferring, "data": Texts(29), "data_collator": paired,
+        "accumulate": 2, "label_names": [],
+    },
     "ignoring": {
         "model": classifying, "compute_loss_func": mean_loss, "data": Classes(29),
     },
@@ -173,6 +208,7 @@ def _made(name: str, folder: str, case: Mapping[str, Any]) -> tuple[Any, Norms]:
     given = dict(case)
     base, make = given.pop("base", Trainer), given.pop("model", model)
     data, micro = given.pop("data"), MICRO // RANKS.get(name, 4)
+    evaluated = given.pop("evaluated", None) or _evaluated(data)
     of_trainer = {key: given.pop(key) for key in OF_TRAINER if key in given}
     seen = Norms()
     of_trainer["callbacks"] = [seen, *of_trainer.get("callbacks", ())]
@@ -187,7 +223,7 @@ def _made(name: str, folder: str, case: Mapping[str, Any]) -> tuple[Any, Norms]:
     made = meshplan.trainer(base) if name else base
     runner = made(
         model=make(), args=args, train_dataset=data,
-        eval_dataset=_evaluated(data),
+        eval_dataset=evaluated,
         **of_trainer, **plan,
     )  # fmt: skip
     return runner, seen
@@ -271,17 +307,20 @@ def written_over(name: str, folder: str) -> dict[str, Any]:
 
 
 @_in_ranks
-def error_of_rows(name: str, folder: str) -> str:
-    """Return the error of an evaluation whose samples are in one row."""
-    from transformers import DataCollatorWithFlattening
-
-    case = {"data": Texts(32), "data_collator": DataCollatorWithFlattening()}
+def of_rows(name: str, folder: str) -> tuple[str, str]:
+    """Return warnings of training, and the error of an evaluation, on rows that a worker makes."""
+    case = {"data": Stream(29), "data_collator": DataCollatorWithFlattening(), "max_steps": 4,
+            "dataloader_num_workers": 1}  # fmt: skip
     runner, _ = _made(name, folder, case)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        runner.train()
+    said = "".join(str(each.message) for each in seen if "repeated" in str(each.message))
     try:
         runner.evaluate()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        return said, f"{type(error).__name__}: {error}"
+    return said, ""
 
 
 @_in_ranks

@@ -118,4 +118,4 @@ def refused(name: str, folder: str, **more: Any) -> str:
     """Return the error of an SFTTrainer that a plan does not suit; "" if there is none."""
     with launched():
         os.environ["ACCELERATE_USE_CPU"] = "true"
-        return error_of(lambda: _trainer(name, folder, Norms(), **more))
+        return error_of(lambda: _trainer(name, folder, Norms(), **more).train())

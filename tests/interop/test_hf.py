@@ -88,6 +88,14 @@ def test_losses_of_ones_own_are_those_of_one_process(pool, tmp_path: Path, name,
         check(found, expected)
 
 
+def test_values_that_all_samples_share_are_those_of_one_process(pool, tmp_path: Path):
+    (expected,) = pool(1).run(alone, str(tmp_path / "alone"), False, 1, "shared", timeout=240)
+    for found in pool(4).run(
+        planned, "full_shard", str(tmp_path / "at"), False, 1, "shared", timeout=240
+    ):
+        check(found, expected)
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("how", "words"),
@@ -95,6 +103,7 @@ def test_losses_of_ones_own_are_those_of_one_process(pool, tmp_path: Path, name,
      ("contrasting", "for its parts together, into which a pipeline cuts it"),
      ("unstated", "set trainer.loss_is_scaled_for_ga = False for a mean over the samples"),
      ("twice", "compute_loss calls the model twice"),
+     ("beside", "compute_loss runs self.model beside the model that it is given"),
      ("steps", "a training_step runs forward and backward twice on one microbatch")],
 )  # fmt: skip
 def test_losses_that_no_last_stage_can_compute_are_refused(pool, tmp_path: Path, how, words):
@@ -122,9 +131,7 @@ def test_a_checkpoint_goes_on_under_another_plan(pool, tmp_path: Path, before, a
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "more", "words"),
-    [
-     ("full_shard", {"how": "shared"}, "no value of float labels says that it does not count"),
-     ("full_shard", {"loss": "tokens"}, "the Trainer weights tokens itself"),
+    [("full_shard", {"loss": "tokens"}, "the Trainer weights tokens itself"),
      ("full_shard", {"batch": {"accumulate": 4}}, "gradient_accumulation_steps is 2"),
      ("full_shard", {"clip_grad_norm": 0.1}, "max_grad_norm is 0.5, but the plan clips at 0.1")],
 )  # fmt: skip

@@ -21,10 +21,13 @@ pytest.importorskip("lightning", reason="lightning is not installed: its helpers
 PLANS = ("ddp", "hybrid", "tp_fsdp", "pp")
 ALL = (
     "tokens", "classes", "numbers", "few", "smoothing", "stream", "worker", "drawn", "lengths",
-    "documented", "over_ranks", "mean", "untyped", "ignoring",
+    "documented", "over_ranks", "mean", "untyped", "ignoring", "flat", "flat_few", "flat_stream",
+    "pairs",
 )  # fmt: skip
-NOT_UNDER_PP = ("numbers", "over_ranks", "mean", "ignoring")
-"""A stage cannot tell samples without classes apart, nor what a mean of its own is over."""
+NOT_UNDER_PP = ("numbers", "over_ranks", "mean", "ignoring", "flat", "flat_few", "flat_stream",
+                "pairs")  # fmt: skip
+"""A stage cannot tell samples without classes apart, nor what a mean of its own is over; and it has
+a part of the rows, which may be one."""
 
 
 def jobs():
@@ -50,8 +53,8 @@ def written_over(*args):
     return jobs().written_over(*args)
 
 
-def error_of_rows(*args):
-    return jobs().error_of_rows(*args)
+def of_rows(*args):
+    return jobs().of_rows(*args)
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +111,10 @@ def test_a_checkpoint_is_kept_until_another_is_whole(pool, tmp_path: Path):
     assert (tmp_path / "replaced-checkpoint-3" / "weights.txt").read_text() == "whole"
 
 
-def test_samples_in_one_row_cannot_be_told_from_those_that_fill_it(pool, tmp_path: Path):
-    for found in pool(4).run(error_of_rows, "ddp", str(tmp_path), timeout=240):
+def test_samples_in_rows_of_a_worker_cannot_be_told_from_those_that_fill_it(pool, tmp_path: Path):
+    for warned, found in pool(4).run(of_rows, "ddp", str(tmp_path), timeout=240):
+        assert "filled up with 3 repeated samples, which are trained on: a worker reads" in warned
+        assert "say dataloader_drop_last=True" in warned
         assert "its 2 samples are in 1 row" in found
         assert "choose per_device_eval_batch_size" in found
 

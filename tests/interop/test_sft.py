@@ -69,8 +69,16 @@ def test_a_checkpoint_goes_on_under_another_plan(pool, tmp_path: Path, before, a
         assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
 
 
-def test_defaults_of_trl_that_the_plan_decides_are_refused(pool, tmp_path: Path):
-    checkpointing = {"gradient_checkpointing": True}
-    for found in pool(4).run(refused, "ddp", str(tmp_path), checkpointing, timeout=240):
-        assert "gradient_checkpointing=True was given, but the plan decides this" in found
-        assert "set it to False, and say activation_checkpointing: full in the plan" in found
+@pytest.mark.parametrize(
+    ("name", "more", "words"),
+    [
+        ("ddp", {"gradient_checkpointing": True}, "and say activation_checkpointing: full in the"),
+        ("ddp", {"activation_offloading": True}, "and say offload: {activations: true} in the"),
+        ("pp", {"packing": True}, "fix: say packing_strategy='wrapped', or use a plan without pp"),
+        ("pp", {"padding_free": True, "max_length": None}, "fix: leave it out, or use a plan"),
+    ],
+)
+def test_what_the_plan_decides_is_refused(pool, tmp_path: Path, name, more, words):
+    for found in pool(4).run(refused, name, str(tmp_path), more, timeout=240):
+        assert "meshplan: 1 problem" in found
+        assert words in found
