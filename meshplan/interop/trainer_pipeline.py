@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from meshplan.errors import ApplyError, Problem
+from meshplan.interop.last_stage import on_last_stage
 from meshplan.interop.trainer_apart import apart, changes, logs_of, same
 from meshplan.interop.trainer_call import drawing_nothing, inputs_of_call
 from meshplan.interop.trainer_loss import loss_of, stated_scaling, with_share
@@ -131,7 +131,7 @@ class _LastStageLoss:
         counted = copied._count_labels(inputs)
         answer = LastStage(self._model, output, call, counted)
         given = dict(inputs)
-        with _not_run(self._model.skeleton):
+        with on_last_stage("compute_loss"):
             loss: torch.Tensor = copied.compute_loss(
                 answer, given, num_items_in_batch=self._num_items
             )
@@ -239,22 +239,6 @@ class _LastStageLoss:
                 fix = "keep numbers, tensors, and lists or mappings of them"
                 raise ApplyError(Problem(what, fix=fix)) from error
         return mapped_tensors(lambda tensor: tensor.cpu(), kept), logs_of(copied)
-
-
-@contextmanager
-def _not_run(whole: nn.Module) -> Iterator[None]:
-    """Let the whole model, of which a loss sees the attributes, raise if the loss runs it."""
-
-    def refuse(*unused: Any) -> None:
-        what = "compute_loss runs self.model beside the model that it is given, but a pipeline's "
-        what += "last stage does not have the parameters of the other stages"
-        raise ApplyError(Problem(what, fix="use a plan without pp"))
-
-    handle = whole.register_forward_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 class LastStage:

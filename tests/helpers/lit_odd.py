@@ -18,6 +18,8 @@ from tests.helpers.lit import launched
 
 PLANS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
+    "hybrid": {"strategy": "hybrid_shard", "mesh": [2, 2]},
+    "pp": {"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"microbatches": 2}},
     "tp_fsdp": {"mesh": {"dp_shard": 2, "tp": 2}, "tp_plan": "auto"},
 }
 INPUT = {"shape": [2, 8], "dtype": "float32"}
@@ -75,6 +77,71 @@ class Two(L.LightningModule):
         return [torch.optim.SGD(each.parameters(), lr=0.1) for each in self.children()]
 
 
+class Whole(L.LightningModule):
+    """A network of two modules, which is the LightningModule itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        L.seed_everything(0, verbose=False)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.losses: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh())
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.meshplan_loss(self(batch[0]), batch)
+
+    def meshplan_loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(output, batch[0].flip(1))
+
+    def meshplan_inputs(self, batch: Any) -> torch.Tensor:
+        return batch[0]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self.losses.append(float(self.all_gather(outputs["loss"]).mean()))
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        loss = nn.functional.mse_loss(self(batch[0]), batch[0].flip(1))
+        self.log("loss", loss, on_epoch=True, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+
+
+class Parts(Whole):
+    """Its loss runs one of the modules, which the last stage may lack."""
+
+    def meshplan_loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return super().meshplan_loss(self.first(output), batch)
+
+
+class Players(Whole):
+    """Two modules with a loss and an optimizer each, as GANs in Lightning's documentation."""
+
+    def __init__(self, optimizers: int = 2) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.number = optimizers
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizers = self.optimizers()
+        optimizers = optimizers if isinstance(optimizers, list) else [optimizers] * 2
+        for optimizer, inputs in zip(optimizers, (batch[0], self.first(batch[0])), strict=True):
+            loss = self.second(inputs).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        """Do nothing."""
+
+    def configure_optimizers(self) -> Any:
+        if self.number == 1:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+        return [torch.optim.SGD(each.parameters(), lr=0.1) for each in self.children()]
+
+
 class Unfreezing(BaseFinetuning):
     """Trains the first layer from the second epoch on, as Lightning's documentation shows."""
 
@@ -86,24 +153,65 @@ class Unfreezing(BaseFinetuning):
             self.unfreeze_and_add_param_group(module.model[0], optimizer, lr=0.1)
 
 
-def _fit(name: str, callbacks: list[Any]) -> dict[str, float]:
-    ranks = {"": 1, "tp_fsdp": 2}.get(name, 4)
+def _trainer(name: str, epochs: int, callbacks: list[Any]) -> L.Trainer:
     plan = {"version": 1, "input": INPUT, **PLANS[name]} if name else {}
-    trainer = L.Trainer(
-        accelerator="cpu", devices=4 if name else 1, max_epochs=2, logger=False,
+    return L.Trainer(
+        accelerator="cpu", devices=4 if name else 1, max_epochs=epochs, logger=False,
         strategy=MeshplanStrategy(plan) if name else "auto", callbacks=callbacks,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         use_distributed_sampler=False,
     )  # fmt: skip
-    module = Regression()
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randn(SAMPLES, 8, generator=generator)
+
+
+def _loader(name: str) -> DataLoader[Any]:
+    """The samples of this data rank."""
+    ranks = {"": 1, "tp_fsdp": 2, "pp": 2}.get(name, 4)
+    rows = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
     own = rows.unflatten(0, (-1, ranks, PER_STEP // ranks))
-    index = torch.distributed.get_rank() // (4 // ranks) if name else 0
-    loader = DataLoader(TensorDataset(own[:, index].flatten(0, 1)), batch_size=PER_STEP // ranks)
+    rank = torch.distributed.get_rank() if name else 0
+    index = rank % ranks if name == "pp" else rank // (4 // ranks)
+    return DataLoader(TensorDataset(own[:, index].flatten(0, 1)), batch_size=PER_STEP // ranks)
+
+
+def _fit(name: str, callbacks: list[Any]) -> dict[str, float]:
+    trainer, module, loader = _trainer(name, 2, callbacks), Regression(), _loader(name)
     trainer.fit(module, loader, loader)
     loss = float(trainer.callback_metrics["loss"])
     return {"loss": loss, "rows": module.rows, "total": module.total}
+
+
+def _whole(name: str) -> dict[str, Any]:
+    module, loader = Whole(), _loader(name)
+    found = []
+    for epochs in (1, 2):
+        trainer = _trainer(name, epochs, [])
+        trainer.fit(module, loader, loader)
+        found.append(trainer.validate(module, loader, verbose=False)[0]["loss"])
+        trainer.fit_loop.max_epochs = epochs + 1
+        trainer.fit(module, loader)
+    return {"losses": module.losses, "found": found}
+
+
+def whole_alone() -> dict[str, Any]:
+    """Fit, validate and fit again by two Trainers, in one process."""
+    return _whole("")
+
+
+def whole(name: str) -> dict[str, Any]:
+    """Do the same under a plan."""
+    with launched():
+        return _whole(name)
+
+
+def error_of(name: str, kind: str, *args: Any) -> str:
+    """Return the error of training a LightningModule that a plan does not suit; "" if none."""
+    with launched():
+        try:
+            module = {"parts": Parts, "players": Players}[kind](*args)
+            _trainer(name, 1, []).fit(module, _loader(name))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def alone(unfreezes: bool) -> dict[str, float]:

@@ -103,7 +103,7 @@ def test_values_that_all_samples_share_are_those_of_one_process(pool, tmp_path: 
      ("contrasting", "for its parts together, into which a pipeline cuts it"),
      ("unstated", "set trainer.loss_is_scaled_for_ga = False for a mean over the samples"),
      ("twice", "compute_loss calls the model twice"),
-     ("beside", "compute_loss runs self.model beside the model that it is given"),
+     ("beside", "compute_loss runs a LlamaForCausalLM, but a pipeline's last stage has the"),
      ("steps", "a training_step runs forward and backward twice on one microbatch")],
 )  # fmt: skip
 def test_losses_that_no_last_stage_can_compute_are_refused(pool, tmp_path: Path, how, words):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import nn
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.interop.external_step import ExternalStep, pipeline_inputs
+from meshplan.interop.last_stage import on_last_stage
 from meshplan.interop.lightning.parallel import (
     PlannedRanks,
     check_num_ranks,
@@ -36,6 +36,13 @@ from meshplan.interop.lightning.states import (
     load_checkpoint,
     remove_checkpoint,
     save_checkpoint,
+)
+from meshplan.interop.lightning.whole import (
+    OF_SEVERAL_FORWARDS,
+    keep_network,
+    network_of,
+    several_forwards,
+    show_parameters,
 )
 from meshplan.runtime.apply.data.data import Replicated
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
@@ -179,7 +186,7 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
         """Apply the plan to the network, unless an earlier run has; compare the Trainer with it."""
         module = self.lightning_module
         self._path = _path_of(module, self._wanted)
-        own = module.get_submodule(self._path)
+        own = network_of(module) or module.get_submodule(self._path)
         state = getattr(own, "meshplan", None)
         if isinstance(state, Applied) and _is_same(state.given.spec, self.spec):
             network = own
@@ -203,10 +210,12 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
                 child.to(self.root_device)
         self.model = module if self._path else network
         module._device_mesh = applied(network).mesh
+        if not self._path:
+            keep_network(module, network)
         if isinstance(network, PipelinedModule):
             self._check_pipeline(trainer)
             self._modes = self._modes or _modes_of(network)
-            module.named_parameters = partial(_named_parameters, module, network, self._path)
+            show_parameters(module, network, self._path)
         _give_groups(module, self._values_group())
         if trainer.state.fn == TrainerFn.FITTING:
             check_averaging(trainer, is_sharded=not isinstance(network, Replicated))
@@ -234,6 +243,10 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
             raise ApplyError(Problem(what, origin, fix))
 
     def _check_optimizers(self) -> None:
+        module = self.lightning_module
+        is_whole = not self._path and not module.automatic_optimization
+        if is_whole and (len(self.optimizers) > 1 or isinstance(self._network, Replicated)):
+            raise ApplyError(several_forwards(module))
         if len(self.optimizers) > 1 and isinstance(self._network, PipelinedModule):
             what = f"configure_optimizers made {len(self.optimizers)} optimizers for one pipeline"
             fix = "return one optimizer with several parameter groups"
@@ -310,17 +323,26 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
         Then its own layers have their parameters, and the wrappers see one forward.
         """
         module = self.lightning_module
-        if self._path:
+        if self._path or self.step.is_pipelined:
             return getattr(module, name)(*args, **kwargs)
-        return self._forward_redirection(self.model, module, name, *args, **kwargs)
+        try:
+            return self._forward_redirection(self.model, module, name, *args, **kwargs)
+        except RuntimeError as error:
+            is_manual = name == "training_step" and not module.automatic_optimization
+            if is_manual and any(words in str(error) for words in OF_SEVERAL_FORWARDS):
+                raise ApplyError(several_forwards(module)) from error
+            raise
 
     def _pipeline_step(self, batch: Any) -> torch.Tensor:
         module = self.lightning_module
         inputs = getattr(module, "meshplan_inputs", pipeline_inputs)(batch)
         count = module.trainer.accumulate_grad_batches
-        return self.step.run_pipeline(
-            inputs, batch, module.meshplan_loss, count, is_last=self._is_last
-        )
+
+        def loss(output: Any, part: Any) -> Any:
+            with on_last_stage("meshplan_loss"):
+                return module.meshplan_loss(output, part)
+
+        return self.step.run_pipeline(inputs, batch, loss, count, is_last=self._is_last)
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run backward of a batch."""
@@ -436,24 +458,6 @@ def _path_of(module: nn.Module, wanted: str | None) -> str:
         return ""
     found = [name for name, child in module.named_children() if _has_parameters(child)]
     return found[0] if len(found) == 1 else ""
-
-
-def _named_parameters(
-    module: nn.Module,
-    network: PipelinedModule,
-    path: str,
-    prefix: str = "",
-    recurse: bool = True,
-    remove_duplicate: bool = True,
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield what `named_parameters` of a LightningModule would, with those of a pipeline.
-
-    torch asks no child for its parameters, and the stages of a pipeline are no submodules.
-    """
-    yield from nn.Module.named_parameters(module, prefix, recurse, remove_duplicate)
-    if recurse:
-        inner = f"{prefix}.{path}" if prefix else path
-        yield from network.named_parameters(inner, recurse, remove_duplicate)
 
 
 def _modes_of(network: PipelinedModule) -> list[tuple[nn.Module, bool]]:

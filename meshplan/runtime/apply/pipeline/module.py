@@ -159,6 +159,10 @@ class PipelinedModule(nn.Module):
         """The whole model with its parameters on meta, used to record forwards."""
         return self._hidden[0]
 
+    def record_from(self, skeleton: nn.Module) -> None:
+        """Record forwards from another module with the same parameters on meta."""
+        self._hidden = (skeleton,)
+
     @guarded("step")
     def step(
         self,
