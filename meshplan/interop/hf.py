@@ -105,6 +105,7 @@ class _Planned(Saving):
     model_accepts_loss_kwargs: bool
     _prepare_inputs: Callable[[Any], Any]
     current_gradient_accumulation_steps: int
+    _tr_loss: torch.Tensor
 
     def __init__(
         self, *args: Any, plan: PlanLike = "plan.yaml", example_inputs: Any = None, **kwargs: Any
@@ -413,6 +414,11 @@ class _Planned(Saving):
         norm = clip_grad_norm_(step.model, largest)
         step.finish()
         return norm
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """End the training; losses after the last log are the mean over the ranks, as logged ones."""
+        self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
     # Evaluation.
 

@@ -12,6 +12,7 @@ _HOOKS: Final = (
     "floating_point_ops", "_clip_grad_norm", "_get_dataloader", "_get_grad_norm",
     "_load_best_model", "_prepare_for_training", "_save_checkpoint", "get_batch_samples",
     "_get_train_sampler", "_get_eval_sampler", "_save_optimizer_and_scheduler", "_save_scaler",
+    "_finalize_training",
 )  # fmt: skip
 """Methods of the Trainer that a plan takes the place of; without them the plan would be ignored."""
 _DEFAULT_NORM: Final = 1.0

@@ -136,6 +136,7 @@ class Preferring(Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.can_return_loss = True
+        self.kept: list[float] = []
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -143,6 +144,7 @@ class Preferring(Trainer):  # type: ignore[misc]
         outputs = model(**inputs)
         chosen, rejected = outputs.logits[:, 0].chunk(2)
         loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+        self.kept.append(self.accelerator.gather(chosen.exp()).mean().item())
         return (loss, outputs) if return_outputs else loss
 
 
@@ -172,6 +174,7 @@ CASES: Final[Mapping[str, dict[str, Any]]] = {
     "classes": {"model": classifying, "data": Classes(29)},
     "numbers": {"model": scoring, "data": Numbers(21)},
     "few": {"data": Texts(3)},
+    "unlogged": {"data": Texts(32), "logging_steps": 3},
     "smoothing": {"data": Texts(29), "label_smoothing_factor": 0.1},
     "stream": {"data": Stream(29), "accumulate": 2, "max_steps": 4},
     "worker": {"data": Stream(29), "max_steps": 4, "dataloader_num_workers": 1},
@@ -215,8 +218,9 @@ def _made(name: str, folder: str, case: Mapping[str, Any]) -> tuple[Any, Norms]:
     args = TrainingArguments(
         output_dir=folder, per_device_train_batch_size=micro, per_device_eval_batch_size=micro,
         gradient_accumulation_steps=given.pop("accumulate", 1), learning_rate=0.5, optim="sgd",
-        num_train_epochs=given.pop("epochs", 2), max_grad_norm=0.5, logging_steps=1, use_cpu=True,
-        report_to=[], disable_tqdm=True, save_strategy=given.pop("save_strategy", "no"), seed=3,
+        num_train_epochs=given.pop("epochs", 2), max_grad_norm=0.5, use_cpu=True,
+        logging_steps=given.pop("logging_steps", 1), report_to=[], disable_tqdm=True,
+        save_strategy=given.pop("save_strategy", "no"), seed=3,
         include_num_input_tokens_seen="all", **given,
     )  # fmt: skip
     plan = {"plan": {"version": 1, **PLANS[name]}} if name else {}
@@ -231,9 +235,10 @@ def _made(name: str, folder: str, case: Mapping[str, Any]) -> tuple[Any, Norms]:
 
 def _run(name: str, folder: str, case: Mapping[str, Any]) -> dict[str, Any]:
     runner, seen = _made(name, folder, case)
-    runner.train()
+    mean = runner.train().training_loss
     return {
-        "losses": seen.losses, "norms": seen.norms, "eval_loss": runner.evaluate()["eval_loss"],
+        "mean": mean, "kept": getattr(runner, "kept", []), "losses": seen.losses,
+        "norms": seen.norms, "eval_loss": runner.evaluate()["eval_loss"],
         "tokens": runner.state.num_input_tokens_seen, "flops": runner.state.total_flos,
     }  # fmt: skip
 

@@ -20,9 +20,9 @@ pytest.importorskip("lightning", reason="lightning is not installed: its helpers
 
 PLANS = ("ddp", "hybrid", "tp_fsdp", "pp")
 ALL = (
-    "tokens", "classes", "numbers", "few", "smoothing", "stream", "worker", "drawn", "lengths",
-    "documented", "over_ranks", "mean", "untyped", "ignoring", "flat", "flat_few", "flat_stream",
-    "pairs",
+    "tokens", "classes", "numbers", "few", "unlogged", "smoothing", "stream", "worker", "drawn",
+    "lengths", "documented", "over_ranks", "mean", "untyped", "ignoring", "flat", "flat_few",
+    "flat_stream", "pairs",
 )  # fmt: skip
 NOT_UNDER_PP = ("numbers", "over_ranks", "mean", "ignoring", "flat", "flat_few", "flat_stream",
                 "pairs")  # fmt: skip
@@ -73,7 +73,8 @@ def test_all_numbers_are_those_of_one_process(pool, one_process, tmp_path: Path,
     for every in pool(4).run(planned, name, str(tmp_path), cases, timeout=480):
         for case, found in every.items():
             expected = one_process[case]
-            for key in ("losses", "norms", "eval_loss"):
+            assert found["kept"] == pytest.approx(expected["kept"], rel=1e-4), case
+            for key in ("mean", "losses", "norms", "eval_loss"):
                 assert found[key] == pytest.approx(expected[key], rel=2e-6), (case, key)
             assert found["tokens"] == expected["tokens"], case
             assert found["flops"] == pytest.approx(expected["flops"], rel=1e-3), case
