@@ -416,7 +416,7 @@ class _Planned(Saving):
         return norm
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """End the training; losses after the last log are the mean over the ranks, as logged ones."""
+        """End the training; of losses after the last log, too, the mean over the ranks counts."""
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 

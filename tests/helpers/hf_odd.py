@@ -31,6 +31,7 @@ from transformers import (
 )
 
 import meshplan
+from meshplan.runtime.apply.wrap import applied
 from tests.helpers.hf_jobs import MICRO, PLANS, Norms, Texts, model, scoring, unscaled
 from tests.helpers.lit import launched
 
@@ -53,6 +54,25 @@ class Classes(Texts):
 
     def __getitem__(self, index: int) -> Any:
         return {"input_ids": self.tokens[index], "labels": index % 3}
+
+
+class Lengths(Texts):
+    """Sequences of different lengths."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {
+            key: value[: 4 + index * 5 % 9] for key, value in super().__getitem__(index).items()
+        }
+
+
+def padded(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """A batch of rows of 12 tokens, also where all samples are shorter."""
+    found = {"input_ids": torch.zeros(len(samples), 12, dtype=torch.long),
+             "labels": torch.full((len(samples), 12), -100)}  # fmt: skip
+    for key, rows in found.items():
+        for row, sample in zip(rows, samples, strict=True):
+            row[: len(sample[key])] = sample[key]
+    return found
 
 
 class Numbers(Texts):
@@ -144,7 +164,8 @@ class Preferring(Trainer):  # type: ignore[misc]
         outputs = model(**inputs)
         chosen, rejected = outputs.logits[:, 0].chunk(2)
         loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
-        self.kept.append(self.accelerator.gather(chosen.exp()).mean().item())
+        every = self.accelerator.gather(chosen.exp())
+        self.kept.append(every.dot(torch.arange(len(every)) + 1.0).item())
         return (loss, outputs) if return_outputs else loss
 
 
@@ -179,7 +200,10 @@ CASES: Final[Mapping[str, dict[str, Any]]] = {
     "stream": {"data": Stream(29), "accumulate": 2, "max_steps": 4},
     "worker": {"data": Stream(29), "max_steps": 4, "dataloader_num_workers": 1},
     "drawn": {"base": Drawn, "data": Texts(32)},
-    "lengths": {"data": Texts(450), "max_steps": 12, "train_sampling_strategy": "group_by_length"},
+    "lengths": {
+        "data": Lengths(450), "data_collator": padded, "max_steps": 12,
+        "train_sampling_strategy": "group_by_length",
+    },
     "documented": {"model": classifying, "base": Documented, "data": Classes(29), "accumulate": 2},
     "over_ranks": {"model": classifying, "base": OverRanks, "data": Classes(29), "accumulate": 2},
     "mean": {"model": classifying, "base": Mean, "data": Classes(32)},
@@ -193,14 +217,14 @@ CASES: Final[Mapping[str, dict[str, Any]]] = {
     },
     "pairs": {
         "model": classifying, "base": Preferring, "data": Texts(29), "data_collator": paired,
-        "accumulate": 2, "label_names": [],
+        "accumulate": 2, "label_names": [], "compute_metrics": lambda found: {},
     },
     "ignoring": {
         "model": classifying, "compute_loss_func": mean_loss, "data": Classes(29),
     },
 }  # fmt: skip
 """Arguments of the Trainer, or of TrainingArguments."""
-OF_TRAINER: Final = ("compute_loss_func", "data_collator", "callbacks")
+OF_TRAINER: Final = ("compute_loss_func", "compute_metrics", "data_collator", "callbacks")
 
 
 def _evaluated(data: Any) -> Any:
@@ -236,6 +260,8 @@ def _made(name: str, folder: str, case: Mapping[str, Any]) -> tuple[Any, Norms]:
 def _run(name: str, folder: str, case: Mapping[str, Any]) -> dict[str, Any]:
     runner, seen = _made(name, folder, case)
     mean = runner.train().training_loss
+    if name:
+        assert applied(runner.model_wrapped).history.steps == runner.state.global_step
     return {
         "mean": mean, "kept": getattr(runner, "kept", []), "losses": seen.losses,
         "norms": seen.norms, "eval_loss": runner.evaluate()["eval_loss"],

@@ -187,6 +187,8 @@ def _whole(name: str) -> dict[str, Any]:
         trainer = _trainer(name, epochs, [])
         trainer.fit(module, loader, loader)
         found.append(trainer.validate(module, loader, verbose=False)[0]["loss"])
+        other = DataLoader(loader.dataset, batch_size=epochs * 2)
+        found.append(trainer.validate(module, other, verbose=False)[0]["loss"])
         trainer.fit_loop.max_epochs = epochs + 1
         trainer.fit(module, loader)
     return {"losses": module.losses, "found": found}

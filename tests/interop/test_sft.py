@@ -51,6 +51,7 @@ def test_all_numbers_are_those_of_one_process(pool, tmp_path: Path, name):
         assert np.array(found["metrics"]) == pytest.approx(np.array(expected["metrics"]), rel=1e-6)
         assert (found["step"], found["tokens"]) == (expected["step"], expected["tokens"])
         assert {"adapter_config.json", "adapter_model.safetensors"} < set(found["files"])
+        assert {"tokenizer.json", "tokenizer_config.json"} < set(found["files"])
         assert not [each for each in found["files"] if each.startswith("model")]
         assert found["adapters"].keys() == expected["adapters"].keys()
         for key, value in expected["adapters"].items():
