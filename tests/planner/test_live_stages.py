@@ -37,6 +37,13 @@ from tests.planner.test_live import runs_as_one
 
 BLOCKS = ("layers.0", "layers.1", "layers.2")
 FIVE = (*BLOCKS, "layers.3", "layers.4")
+WITH_TP = {
+    "mesh": {"pp": 2, "dp_shard": 2, "tp": 2},
+    "tp_plan": "auto",
+    "sequence_parallel": False,
+    "loss_parallel": False,
+    "hardware": {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"},
+}
 FOUR_STAGES = {
     "mesh": {"pp": 4, "dp_shard": 2},
     "hardware": {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"},
@@ -110,9 +117,9 @@ def ask(tmp_path_factory):
     """`ask(name, recompute)`: (request, every stated plan with its price), once for this file."""
 
     @cache
-    def of(name: str, recompute: str) -> tuple[PlanRequest, list[Stated]]:
+    def of(name: str, recompute: str, tp: int = 1) -> tuple[PlanRequest, list[Stated]]:
         folder = tmp_path_factory.mktemp(name)
-        more = FOUR_STAGES if name == "five" else {}
+        more = FOUR_STAGES if name == "five" else WITH_TP if tp > 1 else {}
         plan = plan_of(name, activation_checkpointing=recompute, **more)
         (folder / "plan.json").write_text(json.dumps(plan))
         question = request_of_entry(folder / "plan.json", (), None)
@@ -126,19 +133,20 @@ WIDE = pytest.mark.wide
 
 
 @pytest.mark.parametrize(
-    ("name", "recompute"),
+    ("name", "recompute", "tp"),
     [
-        ("unlike", "none"),
-        ("tied", "none"),
-        pytest.param("tied", "auto", marks=WIDE),
-        pytest.param("five", "none", marks=WIDE),
-        pytest.param("alike", "none", marks=WIDE),
-        pytest.param("alike", "auto", marks=WIDE),
-        pytest.param("unlike", "auto", marks=WIDE),
+        ("unlike", "none", 1),
+        ("tied", "none", 2),
+        pytest.param("tied", "auto", 1, marks=WIDE),
+        pytest.param("five", "none", 1, marks=WIDE),
+        pytest.param("alike", "none", 1, marks=WIDE),
+        pytest.param("alike", "auto", 1, marks=WIDE),
+        pytest.param("tied", "auto", 2, marks=WIDE),
+        pytest.param("unlike", "auto", 1, marks=WIDE),
     ],
 )
-def test_what_is_found_is_the_fastest_of_all_stated_plans_that_fit(name, recompute, ask):
-    question, each = ask(name, recompute)
+def test_what_is_found_is_the_fastest_of_all_stated_plans_that_fit(name, recompute, tp, ask):
+    question, each = ask(name, recompute, tp)
     traced = question.traced
     assert isinstance(traced, TracedModel)
     sizes = sorted({one.most_bytes for one in each})

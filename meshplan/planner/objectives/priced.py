@@ -46,8 +46,7 @@ def is_priced(request: PlanRequest) -> bool:
     if TracedChoices.of(spec).tp > 1 and _states_everything(spec):
         return True
     # Whether tp and pp can be searched is found out by the search: that takes traces.
-    tried = {"tp", "pp"} if mesh.get("tp", 1) == 1 or mesh.get("pp", 1) == 1 else {"tp"}
-    others = {axis: size for axis, size in mesh.items() if axis not in tried}
+    others = {axis: size for axis, size in mesh.items() if axis not in ("tp", "pp")}
     return bool(traced.refuses(replace(spec, mesh=others) if mesh else spec))
 
 

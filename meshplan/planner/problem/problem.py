@@ -185,8 +185,6 @@ class PlanningProblem:
         # Read the profile first: a missing figure of the machine is reported before an empty space.
         assert self.profile.device
         grid = enumerate_grid(self.free)
-        if self._traced is not None:  # Stages of ranks of tp are only priced as a plan states them.
-            grid = grid[(grid["pp"] == 1) | (grid["tp"] == 1)]
         if not len(grid):
             raise nothing_to_choose(self.free, self.spec)
         check_same_batch(self.spec, set((grid["dp_replicate"] * grid["dp_shard"]).tolist()))

@@ -379,8 +379,6 @@ def _unsearched(spec: Spec) -> Iterator[str]:
         yield f"context parallelism {_AS_STATED}"
     if _spreads(spec, "ep"):
         yield f"expert parallelism {_AS_STATED}"
-    if _spreads(spec, "pp") and _spreads(spec, "tp"):
-        yield f"pipeline parallelism together with tensor parallelism {_AS_STATED}"
     has_split = spec.pipeline is not None and spec.pipeline.split != AUTO
     if has_split or any(rule.stage is not None for rule in spec.rules):
         yield f"a stated split into pipeline stages {_AS_STATED}"
