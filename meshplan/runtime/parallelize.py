@@ -39,6 +39,8 @@ from meshplan.runtime.comparisons.batches import watch_batches
 from meshplan.runtime.comparisons.drift import watch_drift
 from meshplan.runtime.comparisons.optimizers import note_replaced, watch_optimizers
 from meshplan.runtime.live.planned import closed_together
+from meshplan.runtime.torch_private.clipping import refuse_norms_of_stages
+from meshplan.runtime.torch_private.handlers import handle_operators_of_loops
 from meshplan.runtime.torch_private.local_steps import step_on_local_tensors
 from meshplan.runtime.torch_private.private import forget_units
 from meshplan.runtime.trace.inputs import find_example
@@ -138,6 +140,8 @@ def _parallelize(
         note_replaced(before, wrapped)
         watch_optimizers()
         step_on_local_tensors()
+        handle_operators_of_loops()
+        refuse_norms_of_stages()
         note_forwards(wrapped, decided)
         if dist.get_rank() == 0:
             for warning in decided.assignment.warnings:

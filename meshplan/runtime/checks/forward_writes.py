@@ -128,15 +128,19 @@ class ForwardWrites:
         """
         snapshots: list[tuple[TensorPlace, TensorSnapshot]] = []
 
+        def is_seen() -> bool:
+            # Not in a forward that is recomputed in backward, nor traced by a compiler.
+            return not torch.compiler.is_compiling() and running_node() is None
+
         def enter(*_: Any) -> None:
-            if running_node() is None:  # Not in a forward that is recomputed in backward.
+            if is_seen():
                 if unit is None:
                     self._begin()
                 self._prepare(scope)
                 snapshots[:] = snapshots_of(scope, self._is_due())
 
         def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-            if running_node() is None:
+            if is_seen():
                 before = snapshots[:]
                 snapshots.clear()
                 for place, snapshot in before:

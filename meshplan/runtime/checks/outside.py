@@ -171,7 +171,7 @@ def watch_first_forward(model: nn.Module, plan: Plan) -> None:
                 raise ApplyError(_problem_of_others(fqn))
 
     def begin(*_: Any) -> None:
-        if not begun:
+        if not begun and not torch.compiler.is_compiling():
             begun.append(True)
             watch.__enter__()
 

@@ -6,6 +6,8 @@ get no gradient, so its steps would change nothing.
 The weights of a criterion that was created outside of the model belong to no plan. Nothing averages
 their gradients over ranks, so they become different on every rank, and the model is then trained on
 a different loss on every rank.
+
+Optimizers that DTensor cannot run, or that look at all parameters at once, are refused by name.
 """
 
 from __future__ import annotations
@@ -16,11 +18,17 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.layout.mesh import GRADIENT_AXES
 from meshplan.runtime.base.optimizer_steps import before_steps
-from meshplan.runtime.base.parallel_models import is_stepped, known_models, known_parameters
+from meshplan.runtime.base.parallel_models import (
+    ParallelModel,
+    is_stepped,
+    known_models,
+    known_parameters,
+)
 
 _FIX = (
     "move the module that owns them (such as a criterion) into the model; or parallelize that "
@@ -64,6 +72,8 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
             )
         )
     models = [each for each in known_models() if is_stepped(optimizer, each)]
+    if problem := _whole_problem(optimizer, optimized, models):
+        raise ApplyError(problem)
     if not any(each.plan.mesh.size(*GRADIENT_AXES) > 1 for each in models):
         return
     unknown = unknown_to_plans(optimizer)
@@ -72,6 +82,29 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
         return
     if any(p.grad is not None for p in unknown):
         raise ApplyError(_problem(unknown))
+
+
+def _whole_problem(
+    optimizer: torch.optim.Optimizer, optimized: list[nn.Parameter], models: list[ParallelModel]
+) -> Problem | None:
+    """Return the problem of an optimizer whose update of a shard depends on the other shards."""
+    name = type(optimizer).__name__
+    meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in optimized}
+    if isinstance(optimizer, torch.optim.Adafactor) and meshes - {None}:
+        return Problem(
+            f"{name} takes means over the rows and columns of a parameter, which torch cannot do "
+            "in place with sharded parameters",
+            fix="use an optimizer that updates each element by itself, such as AdamW or SGD, or "
+            "strategy: ddp without tp",
+        )
+    has_stages = any(each.plan.mesh.size("pp") > 1 for each in models)
+    if isinstance(optimizer, torch.optim.LBFGS) and (has_stages or len(meshes) > 1):
+        return Problem(
+            f"{name} takes all parameters for one vector, but here they are on several meshes or "
+            "pipeline stages",
+            fix="use strategy: full_shard or ddp without tp and pp, or another optimizer",
+        )
+    return None
 
 
 def unknown_to_plans(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -6,6 +6,7 @@ divided by the fp16 loss scale, and clipped.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Final
@@ -71,7 +72,8 @@ def clip_grad_norm_(
     stacked = torch.stack([*powers, torch.zeros((), device=device())])
     power = stacked.max() if math.isinf(norm_type) else stacked.sum()
     if pipeline is not None:  # Include the other pipeline stages.
-        power = _sum_over(power, ("pp",), mesh, norm_type)
+        # Stages may have parameters of other dtypes, or none.
+        power = _sum_over(power.double(), ("pp",), mesh, norm_type).to(power.dtype)
     norm = power if math.isinf(norm_type) else power ** (1.0 / norm_type)
     if error_if_nonfinite and not math.isfinite(numbers(norm, 0.0)):
         what = f"the norm of the gradients is {norm.item()}, so that they cannot be clipped"
@@ -130,10 +132,13 @@ def _gradients(
 
 def _power_sum(parts: Iterable[torch.Tensor], p: float) -> torch.Tensor:
     """Return the sum of |x|^p over all elements, or the largest |x| if p is infinite; a scalar."""
+    parts = list(parts)
+    # Of all parts, so that ranks that have no elements of them reduce the same dtype.
+    dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
     parts = [part for part in parts if part.numel()]
     if not parts:
-        return torch.zeros((), device=device())
-    norms = torch.stack([n.float() for n in torch._foreach_norm(parts, p)])
+        return torch.zeros((), device=device(), dtype=dtype)
+    norms = torch.stack([n.to(dtype) for n in torch._foreach_norm(parts, p)])
     return norms.max() if math.isinf(p) else (norms**p).sum()
 
 

@@ -98,8 +98,6 @@ CASES = [
     pytest.param(plan, name, marks=[pytest.mark.wide] if number % 3 else [])
     for plan in PLANS
     for number, name in enumerate(OPTIMIZERS)
-    # Under tp, norms stay plain tensors, which torch does not take at once with DTensors.
-    if (plan, name) != ("tp", "adamw at once")
 ]
 
 
