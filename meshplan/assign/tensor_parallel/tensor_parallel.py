@@ -204,13 +204,16 @@ def _share_out(
         tp = mesh.size("tp")
         return multihead_pieces(graph, info, entry, tp, sequence_parallel=sequence_parallel)
     dim = style.cut_dim or ""
-    weight = next((t for t in graph.owned(info.fqn) if dim in _dims(t, info)), None)
+    # A bias alone is not enough: its dim is that of a weight which is computed elsewhere.
+    ndim = len(WEIGHT_DIMS.get(info.kind, (dim,)))
+    owned = (t for t in graph.owned(info.fqn) if len(t.shape) >= ndim)
+    weight = next((t for t in owned if dim in _dims(t, info)), None)
     if weight is None:
         return Problem(
             f"{info.fqn} ({info.type}) has no parameter with a dim '{dim}': its weight is "
             "computed from other parameters (as by weight_norm)",
             entry.reason.origin,
-            "leave this module out of tp",
+            "leave this module out of tp, or use tp_plan: auto, which follows the recorded forward",
         )
     size = weight.shape[_dims(weight, info).index(dim)]
     return share_out(graph, info, style, entry, size, mesh.size("tp"))

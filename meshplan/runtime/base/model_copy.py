@@ -13,6 +13,7 @@ from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -23,6 +24,11 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         model: The model.
         memo: As for `copy.deepcopy`: what stands for an object, by the object's id.
     """
+    for module in model.modules():
+        for value in vars(module).values():
+            # torch copies no results; the hook of `nn.utils.weight_norm` leaves its weight as one.
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                memo.setdefault(id(value), value.detach().clone())
     copied = copy.deepcopy(model, memo)
     copies = {id(each): memo[id(each)] for each in model.modules() if id(each) in memo}
     for module in copied.modules():

@@ -335,8 +335,9 @@ def _uncut(
 ) -> Iterator[None]:
     """Make the module run as in one process inside the `with` block.
 
-    Modules with a style lose the hooks and the forward that tp gave them, and the attributes that
-    tp changes have their unsharded values. Afterwards all is as before.
+    Modules with a style lose the hooks and the forward that the plan gave them, and the attributes
+    that tp changes have their unsharded values. Hooks of other code stay: they may change values.
+    Afterwards all is as before.
     """
 
     def inside(fqn: str) -> nn.Module:
@@ -354,7 +355,9 @@ def _uncut(
         for fqn, (m, before) in zip(styled, kept[1:], strict=False):
             vars(m).pop("forward", None)
             for hooks in _HOOKS:
-                vars(m)[hooks] = type(before[hooks])()
+                vars(m)[hooks] = type(before[hooks])(
+                    (key, hook) for key, hook in before[hooks].items() if not _is_of_plan(hook)
+                )
             if plan.assignment.sequence_parallel:
                 _pass_the_sequence(m, plan.assignment.styles[fqn], tp)
         for attribute in changed:
@@ -365,6 +368,13 @@ def _uncut(
         for m, before in kept:
             vars(m).clear()
             vars(m).update(before)
+
+
+def _is_of_plan(hook: Any) -> bool:
+    """Return True if applying a plan registered a hook: meshplan, or FSDP2."""
+    inner = getattr(hook, "func", hook)
+    owner = getattr(inner, "__module__", None) or type(inner).__module__
+    return owner.partition(".")[0] == "meshplan" or owner.startswith("torch.distributed.")
 
 
 def _pass_the_sequence(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:

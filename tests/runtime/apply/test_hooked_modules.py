@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import meshplan
+from meshplan.errors import ApplyError, PlanError
 from tests.helpers import parity
 
 
@@ -40,10 +42,20 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "changes the output": lambda m: m.register_forward_hook(lambda m, args, out: out.relu() + 1),
     "changes the input": lambda m: m.register_forward_pre_hook(lambda m, args: args[0].cosh()),
     "limits the gradient": lambda m: m.register_full_backward_hook(limited),
+    "only looks": lambda m: m.register_forward_hook(lambda m, args, out: print(end="")),
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "auto": {"tp_plan": "auto"},
+    "rules": {
+        "rules": [
+            {"match": "up", "place": {"tp": "colwise"}},
+            {"match": "down", "place": {"tp": "rowwise"}},
+        ]
+    },
 }
 
 
-def trained(which: str, kind: str, is_late: bool) -> float:
+def trained(which: str, kind: str, is_late: bool, layout: str = "auto") -> float:
     """The largest difference to one process, of losses and of parameters."""
     torch.manual_seed(11)
     data = torch.randn(4, 5, 8)
@@ -63,7 +75,7 @@ def trained(which: str, kind: str, is_late: bool) -> float:
     HOOKS[kind](alone.get_submodule(which))
     if not is_late:
         HOOKS[kind](model.get_submodule(which))
-    plan = {"version": 1, "mesh": {"tp": 2}, "tp_plan": "auto"}
+    plan = {"version": 1, "mesh": {"tp": 2}, **PLANS[layout]}
     live = meshplan.parallelize(model, plan, example_inputs=data)
     if is_late:
         HOOKS[kind](live.get_submodule(which))
@@ -74,10 +86,69 @@ def trained(which: str, kind: str, is_late: bool) -> float:
     return max(float(each.abs().max()) for each in apart)
 
 
+@pytest.mark.parametrize("layout", PLANS)
 @pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.parametrize("which", ["up", "down"])
-def test_a_hook_sees_the_whole_tensors(pool, which, kind):
-    assert max(pool(2).run(trained, which, kind, is_late=False)) <= parity.TOLERANCE
+def test_a_hook_sees_the_whole_tensors(pool, which, kind, layout):
+    assert max(pool(2).run(trained, which, kind, False, layout)) <= parity.TOLERANCE
+
+
+HOOKS_OF_SHARDS = {
+    "normalises features": lambda m: m.register_forward_pre_hook(
+        lambda m, args: args[0] / args[0].norm(dim=-1, keepdim=True)
+    ),
+}
+
+
+def refused() -> str:
+    HOOKS.update(HOOKS_OF_SHARDS)
+    try:
+        trained("down", "normalises features", False, "rules")
+    except ApplyError as error:
+        return str(error)
+    return ""
+
+
+def test_a_hook_that_needs_features_of_other_ranks_is_refused_under_rules(pool):
+    for text in pool(2).run(refused):
+        assert "computes other values when its heads, fused projections or features are" in text
+
+
+def seeded(norm: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    """Apply a norm that draws its first vectors."""
+
+    def put(module: nn.Module) -> Any:
+        torch.manual_seed(5)
+        return norm(module)
+
+    return put
+
+
+NORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm hook": nn.utils.weight_norm,
+    "spectral_norm hook": seeded(nn.utils.spectral_norm),
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": seeded(parametrizations.spectral_norm),
+}
+
+
+def of_computed_weight(which: str, kind: str) -> tuple[str, float]:
+    """What rules say to a module whose weight is computed, and the difference under auto."""
+    HOOKS.update(NORMS)
+    try:
+        trained(which, kind, False, "rules")
+    except PlanError as error:
+        return str(error), trained(which, kind, False, "auto")
+    return "", 0.0
+
+
+@pytest.mark.parametrize("which", ["up", "down"])
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_weight_that_is_computed_is_left_to_auto(pool, which, kind):
+    for text, apart in pool(2).run(of_computed_weight, which, kind):
+        assert "its weight is computed from other parameters" in text
+        assert "use tp_plan: auto" in text
+        assert apart <= parity.TOLERANCE
 
 
 @pytest.mark.parametrize(
