@@ -105,6 +105,8 @@ CASES = {
         "hf_llama",
         SEQUENCE | {"mesh": {"cp": 2, "tp": 2}, "batch": {"seq_len": models.SEQ_LEN}},
     ),
+    "t5": ("t5", SEQUENCE),
+    "t5 on shards": ("t5", MIXED),
     "compiled": ("gpt2", MIXED | {"compile": True}),
     "pp, qwen3, recomputed in part": (
         "qwen3",
@@ -117,7 +119,7 @@ CASES = {
     ),
     "pp, gpt2 on eight": ("gpt2", STAGES | {"mesh": {"pp": 2, "dp_shard": 2, "tp": 2}}),
 }
-DEFAULT = ("hf_llama", "pp in halves, hf_llama")
+DEFAULT = ("hf_llama", "t5", "pp in halves, hf_llama")
 
 
 @pytest.mark.parametrize(
@@ -218,6 +220,63 @@ def test_what_looks_across_the_sequence_is_refused(turn: str) -> None:
     assert REFUSED[turn] in problem.what
 
 
+class TwoSequences(nn.Module):
+    """Blocks on two sequences of different lengths, which meet at the end; `more` on the second."""
+
+    def __init__(self, more: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.left = nn.ModuleList(Block("") for _ in range(2))
+        self.right = nn.ModuleList(Block("") for _ in range(2 + more))
+        self.down = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x[:, :5] * 2
+        for block in self.left:
+            x = block(x)
+        for block in self.right:
+            y = block(y)
+        return self.down(x).mean(1) + self.down(y).mean(1)
+
+
+def test_one_of_several_sequences_is_cut_and_the_others_are_named() -> None:
+    """The second has more blocks, but 5 positions do not divide; its modules stay as they were."""
+    plan = decided(TwoSequences(1), torch.randn(2, 12, 32))
+    cut = {c.module for c in plan.assignment.crossings}
+    assert cut
+    assert all(module.startswith("left") for module in cut)
+    styles = plan.assignment.styles
+    assert styles["left.0.down"].style.output == ("P", "outside")
+    assert styles["right.0.down"].style.output == ("P", "R")
+    assert styles["right.0.up"].style.input == ("R", "R")
+    (note,) = (w for w in plan.assignment.warnings if "sequence_parallel" in w.what)
+    assert "right.*.attn.o" in note.what
+    assert "left" not in note.what
+
+
+def train_two(more: int) -> float:
+    """Three steps on this rank; the largest difference from one process."""
+    alone, x = (
+        TwoSequences(more),
+        torch.randn(4, 12, 32, generator=torch.Generator().manual_seed(5)),
+    )
+    cut = meshplan.parallelize(TwoSequences(more), SEQUENCE, example_inputs=x)
+    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.01)) for m in (cut, alone)]
+    for _ in range(3):
+        for each, sgd in pairs:
+            each(x).square().mean().backward()
+            sgd.step()
+            sgd.zero_grad()
+    live = meshplan.full_state_dict(cut)
+    if torch.distributed.get_rank():
+        return 0.0
+    return max((live[n] - t).abs().max().item() for n, t in alone.state_dict().items())
+
+
+def test_two_sequences_train_as_in_one_process(pool: Any) -> None:
+    assert pool(2).run(train_two, 1)[0] <= parity.TOLERANCE
+
+
 def train_blocks(turn: str) -> float:
     """Three steps on this rank; the largest difference from one process."""
     alone, x = blocks(turn), torch.randn(4, 12, 8, generator=torch.Generator().manual_seed(5))
@@ -269,6 +328,7 @@ SENT = {
     "gpt2": ("gpt2", MIXED | {"precision": "bf16-mixed"}),
     "bert, recomputed in part": (
         "bert", SEQUENCE | {"mesh": {"tp": 4}, "activation_checkpointing": "selective"}),
+    "t5": ("t5", MIXED),
     "pp, hf_llama": ("hf_llama", STAGES),
     "hf_llama, logits cut": ("hf_llama", MIXED | LOGITS | {"batch": {"accumulate": 2}}),
 }  # fmt: skip

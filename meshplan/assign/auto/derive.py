@@ -126,11 +126,28 @@ def _with_stream(spec: Spec, graph: ModelGraph, found: Derived, stream: Stream) 
     Raises:
         Refuted: The plan has loss_parallel, but the sequence is gathered before the head.
     """
-    heads = [fqn for fqn in stream.whole if graph.modules[fqn].kind == "linear"]
+    words = {fqn: found.preset[fqn].word for fqn in sorted(stream.whole) if fqn in found.preset}
+    heads = [
+        f for f, word in words.items() if word == "vocab" and graph.modules[f].kind == "linear"
+    ]
     if spec.loss_parallel and heads:
         raise Refuted(f"{heads[0]} takes the whole sequence, which loss_parallel does not support")
     uses = dict(found.uses) | {fqn: LocalUse(None, PARTS) for fqn in stream.summed}
-    return replace(found, uses=MappingProxyType(uses), stream=stream)
+    others = [fqn for fqn, word in words.items() if word != "vocab"]
+    notes = (*found.notes, *([_other_sequences(spec, others)] if others else []))
+    return replace(found, uses=MappingProxyType(uses), stream=stream, notes=notes)
+
+
+def _other_sequences(spec: Spec, modules: Sequence[str]) -> Problem:
+    """Return the note that lists styled modules on which sequence_parallel has no effect."""
+    patterns = list(dict.fromkeys(map(pattern_of, modules)))
+    more = f" and {len(patterns) - 4} more" if len(patterns) > 4 else ""
+    return Problem(
+        "sequence_parallel shards one sequence of this model; these compute on others, or on all "
+        f"positions, as without it: {', '.join(patterns[:4])}{more}",
+        spec.origin("sequence_parallel"),
+        "ignore this note, or give every tp style by rule",
+    )
 
 
 def cut_inside(spec: Spec, derived: Derived, stages: Stages | None) -> list[Problem]:

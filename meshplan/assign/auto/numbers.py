@@ -109,7 +109,7 @@ class Rehearsals:
         rehearsed = self.rehearse(
             replace(
                 own,
-                cut=frozenset((*stream.cuts, *((m, None) for m in own.takes_part))),
+                cut=frozenset((*stream.cuts, *((m, None) for m in own.takes_part - stream.whole))),
                 gathered=frozenset((*stream.gathers, *gathered, *((m, None) for m in stream.ends))),
             )
         )

@@ -10,6 +10,7 @@ code uses a wrong number of positions.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Final
@@ -37,30 +38,56 @@ _NORMS: Final = frozenset(("native_layer_norm", "_fused_rms_norm"))
 def find_stream(flow_uses: FlowUses, choice: CutChoice, rehearsals: Rehearsals) -> Stream:
     """Return where the sequence is sharded and gathered, given the chosen regions.
 
-    If the sequence cannot be sharded up to the end of the model, try to gather it after the last
-    block.
+    A model may have several sequences, such as those of an encoder and of a decoder. The one that
+    most blocks compute on is sharded if it can be, else the next one. If a sequence cannot be
+    sharded up to the end of the model, try to gather it after the last block.
 
     Raises:
-        Refuted: The sequence cannot be sharded; the message is the reason.
+        Refuted: No sequence can be sharded; the message is the reason for the first one.
     """
-    try:
-        return _shown(flow_uses, choice, rehearsals, None)
-    except Refuted:
-        end = _last_block(flow_uses, choice)
-        if end is None:
-            raise
-        return _shown(flow_uses, choice, rehearsals, end)
+    reasons: list[Refuted] = []
+    for along in _sequences(flow_uses, choice):
+        tried: list[Refuted] = []
+        for end in (None, *_last_blocks(flow_uses, choice, along)):
+            try:
+                return _shown(flow_uses, choice, rehearsals, along, end)
+            except Refuted as error:
+                tried.append(error)
+        reasons += tried[1:2] or tried  # The last block's, which tells of the blocks alone.
+    if not reasons:
+        raise Refuted("no rowwise module computes on a sequence, which dim 1 would be")
+    raise reasons[0]
+
+
+def _sequences(flow_uses: FlowUses, choice: CutChoice) -> list[Dim]:
+    """Return the sequences that rowwise modules compute on, the most frequent one first."""
+    counts: dict[Dim, int] = {}
+    for call, word in _styled_calls(flow_uses, choice):
+        along = _sequence_of(flow_uses, call) if word == "rowwise" else ()
+        if along:
+            counts[along] = counts.get(along, 0) + 1
+    return sorted(counts, key=counts.__getitem__, reverse=True)
+
+
+def _sequence_of(flow_uses: FlowUses, call: Call) -> Dim:
+    """Return the factors of the sequence dim of a call's outputs; () if they have none in common.
+
+    Outputs without a dim for samples have none.
+    """
+    dims = flow_uses.classes.dims
+    found = {dims[v][_DIM] if len(dims[v]) > _DIM + 1 else () for _, v in call.outputs}
+    return found.pop() if len(found) == 1 else ()
 
 
 def _shown(
-    flow_uses: FlowUses, choice: CutChoice, rehearsals: Rehearsals, end: Call | None
+    flow_uses: FlowUses, choice: CutChoice, rehearsals: Rehearsals, along: Dim, end: Call | None
 ) -> Stream:
-    """Return the sharding of the sequence up to the end of a call; all the way if `end` is None.
+    """Return the sharding of a sequence up to the end of a call; all the way if `end` is None.
 
     Raises:
         Refuted: The sequence cannot be sharded so, or a rehearsal of it diverges.
     """
-    walk = _SequenceWalk(flow_uses, choice, end)
+    walk = _SequenceWalk(flow_uses, choice, along, end)
     walk.run()
     found = walk.stream()
     size, length = rehearsals.size, flow_uses.classes.sizes_of(walk.along)
@@ -74,17 +101,22 @@ def _shown(
     return found
 
 
-def _last_block(flow_uses: FlowUses, choice: CutChoice) -> Call | None:
-    """Return the outermost call that contains the last rowwise projection, but not all of them.
+def _last_blocks(flow_uses: FlowUses, choice: CutChoice, along: Dim) -> Iterator[Call]:
+    """Yield calls after which the sequence may be gathered, the outermost one first.
 
-    This is the call of the last block. None if there is no such call.
+    They contain the last rowwise projection on this sequence, but not all of them, such as the last
+    block and its last part, and return one tensor.
     """
-    closing = [c for c, word in _styled_calls(flow_uses, choice) if word == "rowwise"]
-    if not closing:
-        return None
+    closing = [
+        call
+        for call, word in _styled_calls(flow_uses, choice)
+        if word == "rowwise" and _sequence_of(flow_uses, call) == along
+    ]
     common = _common(flow_uses, closing)
     inner = list(takewhile(lambda c: c is not common, flow_uses.flow.around(closing[-1].id)))
-    return inner[-1] if inner and inner[-1] is not closing[-1] else None
+    for call in reversed(inner[1:]):
+        if [path for path, _ in call.outputs] == [""]:
+            yield call
 
 
 def _styled_calls(flow_uses: FlowUses, choice: CutChoice) -> list[tuple[Call, str]]:
@@ -108,8 +140,8 @@ class _SequenceWalk:
     Attributes:
         flow_uses: The recorded forward.
         choice: The chosen regions.
-        end: The call whose outputs are gathered; None if nothing is gathered at the end.
         along: The factors of the sequence dim.
+        end: The call whose outputs are gathered; None if nothing is gathered at the end.
         ops: Indices of operations on shards.
         values: Ids of values that are shards.
         entered: Calls into which a whole value enters and is sliced there, by value id.
@@ -123,8 +155,8 @@ class _SequenceWalk:
 
     flow_uses: FlowUses
     choice: CutChoice
+    along: Dim
     end: Call | None
-    along: Dim = ()
     ops: set[int] = field(default_factory=set)
     values: set[int] = field(default_factory=set)
     entered: dict[int, list[Call]] = field(default_factory=dict)
@@ -146,12 +178,7 @@ class _SequenceWalk:
         for call, word in styled:
             if word not in ("vocab", "rowwise"):
                 self._gather_around(call)
-        closing = [call for call, word in styled if word == "rowwise"]
-        dims = self.flow_uses.classes.dims
-        along = {dims[v][_DIM] for c in closing for _, v in c.outputs if len(dims[v]) > _DIM + 1}
-        if len(along) != 1 or not next(iter(along)):
-            raise Refuted("the outputs of the rowwise modules have no sequence dim in common")
-        (self.along,) = along
+        closing = [call for call, word in styled if self._closes(call, word)]
         for call in closing:
             for _, value in call.outputs:
                 self._add(value)
@@ -171,10 +198,25 @@ class _SequenceWalk:
             if change.new is not None and self._is_part(change.new, len(self.flow_uses.flow.ops)):
                 where = f"{change.module}.{change.name}".lstrip(".")
                 raise Refuted(f"{where} stores a shard of the sequence, which other code may read")
-        for call, word in styled:
-            opens = word != "vocab" and word != "rowwise"
-            if opens and not self._is_part(call.inputs[0][1], call.ops[0]):
-                raise Refuted(f"the input of {call.module} is not sharded along the sequence")
+        calls = self.flow_uses.flow.calls
+        self.gathers = {
+            (at, value): path
+            for (at, value), path in self.gathers.items()
+            if self._is_part(value, calls[at].ops[0])
+        }
+
+    def _closes(self, call: Call, word: str) -> bool:
+        """Return True for a rowwise module whose output becomes a shard of the sequence."""
+        return word == "rowwise" and _sequence_of(self.flow_uses, call) == self.along
+
+    def _is_whole(self, call: Call, word: str) -> bool:
+        """Return True for a styled call that computes on no shard of the sequence, as without it.
+
+        Its sequence is another one, or is whole there.
+        """
+        if word == "rowwise":
+            return not self._closes(call, word)
+        return not self._is_part(call.inputs[0][1], call.ops[0])
 
     def stream(self) -> Stream:
         """Return what `run` found.
@@ -184,11 +226,7 @@ class _SequenceWalk:
         """
         calls = self.flow_uses.flow.calls
         styled = _styled_calls(self.flow_uses, self.choice)
-        whole = set()
-        for call, word in styled:
-            at = call.ops[0]
-            if word == "vocab" and not self._is_part(call.inputs[0][1], at):
-                whole.add(call.module)
+        whole = {call.module for call, word in styled if self._is_whole(call, word)}
         cuts = [(c.module, self._path(c, value)) for value, cs in self.entered.items() for c in cs]
         gathers = [(calls[c].module, path) for (c, _), path in self.gathers.items()]
         twice = [m for m, _ in (*cuts, *gathers) if len(self.flow_uses.calls[m]) > 1]
@@ -197,7 +235,9 @@ class _SequenceWalk:
             if any(call.inputs[0][1] == value and _holds(calls[around], call.ops[0])
                    for around, value in self.gathers)
         }  # fmt: skip
-        twice += [m for m in (*inside, *whole) if len(self.flow_uses.calls[m]) > 1]
+        twice += [m for m in inside if len(self.flow_uses.calls[m]) > 1]
+        twice += [c.module for c, word in styled
+                  if c.module in whole and not self._is_whole(c, word)]  # fmt: skip
         if twice:
             raise Refuted(f"{twice[0]} is called more than once")
         return Stream(
@@ -321,11 +361,11 @@ class _SequenceWalk:
         around = [
             call
             for call in flow.around(flow.ops[number].call)
-            if any(v == value for _, v in call.inputs)
+            if call.parent is not None and any(v == value for _, v in call.inputs)
         ]
         users = flow.users(value)
         around = [c for c in around if all(_holds(c, n) for n in users)][:1] or around[-1:]
-        if not around or around[0].parent is None:
+        if not around:
             raise Refuted(
                 f"{what} combines a shard with a whole sequence that no enclosing module receives"
             )
