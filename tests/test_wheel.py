@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,18 +15,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "meshplan"
-READ = re.compile(r"""["']([\w-]+\.(?:json|css|js|yaml|txt))["']""")
+READ = re.compile(r"""["']([\w-]+\.(?:json|css|js|yaml|txt|c))["']""")
 """A file named in code."""
 OURS = {"plan.yaml", "config.json", "package.json"}
 """Those that belong to whoever runs it."""
 
 
 def data_files() -> dict[str, Path]:
-    """By place in the package."""
+    """By place in the package; what is compiled from them is not among them."""
     return {
         str(path.relative_to(PACKAGE)): path
         for path in PACKAGE.rglob("*")
-        if path.is_file() and path.suffix not in (".py", ".pyc")
+        if path.is_file() and path.suffix not in (".py", ".pyc", ".so")
     }
 
 
@@ -53,7 +54,8 @@ def test_the_wheel_takes_the_package_as_it_is():
     assert set(wheel) == {"targets"}
     assert set(wheel["targets"]) == {"wheel"}
     # No list of what is in or out stands beside it, so that nothing can be forgotten there.
-    assert set(wheel["targets"]["wheel"]) == {"packages", "force-include"}
+    assert set(wheel["targets"]["wheel"]) == {"packages", "force-include", "hooks"}
+    assert wheel["targets"]["wheel"]["hooks"] == {"custom": {"path": "hatch_build.py"}}
     assert wheel["targets"]["wheel"]["packages"] == ["meshplan"]
     assert wheel["targets"]["wheel"]["force-include"] == {"plans": "meshplan/plans"}
 
@@ -84,6 +86,9 @@ def test_a_wheel_draws_and_reports_without_its_checkout(tmp_path):
         names = set(archive.namelist())
         archive.extractall(tmp_path / "installed")
     assert {f"meshplan/{name}" for name in data_files()} <= names
+    is_pure = wheel.name.endswith("-py3-none-any.whl")
+    library = "meshplan/memory/log/libmeshplan_allocator.so"
+    assert is_pure is (library not in names) is (shutil.which("cc") is None)
     model = tmp_path / "installed" / "meshplan" / "plans" / "models" / "llama-3.1-8b.json"
     assert model.exists()
     (tmp_path / "plan.yaml").write_text(

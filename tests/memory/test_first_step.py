@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.memory.answer.reserved import reserve_from_start
 from meshplan.memory.log.allocator import reserve
+from meshplan.memory.log.columns import Columns
 from meshplan.memory.log.driver import with_workspaces
-from meshplan.memory.log.events import Columns, Event, EventLog, Storage, Term
+from meshplan.memory.log.events import Event, EventLog, Storage, Term
 from meshplan.memory.log.first_step import with_first_step
 from meshplan.spec.reader import load_spec
 from tests.memory.test_analytic_stages import GPT2, QWEN, decided, plan_of

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from meshplan.layout.optimizers import STATES_FROM_START
 from meshplan.memory.log.allocator import Reserve, reserve
 from meshplan.memory.log.driver import with_workspaces
@@ -101,9 +99,10 @@ def reserve_from_start(log: EventLog, spec: Spec, *, expandable: bool | None = N
 
 def _do_the_same(one: EventLog, other: EventLog) -> bool:
     """Return True if the allocator would do the same for both logs."""
-    if len(one.storages) != len(other.storages) or not np.array_equal(one.columns, other.columns):
+    if len(one.storages) != len(other.storages) or one.columns.shape != other.columns.shape:
         return False
-    return np.array_equal(one.streams, other.streams) and all(
+    is_alike = (one.columns == other.columns).all() and (one.streams == other.streams).all()
+    return bool(is_alike) and all(
         (a.term is Term.OPTIMIZER) is (b.term is Term.OPTIMIZER)
         for a, b in zip(one.storages, other.storages, strict=True)
     )

@@ -38,14 +38,12 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
-from numpy.typing import NDArray
+from meshplan.memory.log.events import EventLog
 
-from meshplan.memory.log import compiled_allocator as compiled
-from meshplan.memory.log.events import Columns, EventLog
-from meshplan.memory.log.first_step import with_first_step
+if TYPE_CHECKING:
+    from meshplan.memory.log.columns import Columns, Ints
 
 _ROUND: Final = 512
 _SMALL: Final = 1 << 20
@@ -111,6 +109,11 @@ def reserve(
     Raises:
         OutOfMemoryError: The log does not fit into `limit_bytes`.
     """
+    # Late: commands that play no log do without numpy.
+    from meshplan.memory.log import compiled_allocator as compiled
+    from meshplan.memory.log.columns import peak_of
+    from meshplan.memory.log.first_step import with_first_step
+
     events = with_first_step(log) if from_first else log.columns
     if compiled.LIBRARY is None:
         figures = _Allocator(limit_bytes, expandable).play(events, log.streams)
@@ -118,8 +121,7 @@ def reserve(
         *figures, refused = compiled.play(events, log.streams, limit_bytes, expandable)
         if refused:
             raise _out_of_memory(refused, figures[-1], limit_bytes)
-    requested = max(int(np.cumsum(events[0]).max(initial=0)), 0)
-    return Reserve(requested, *figures)
+    return Reserve(peak_of(events)[0], *figures)
 
 
 def _out_of_memory(refused: int, reserved: int, limit: int | None) -> OutOfMemoryError:
@@ -172,7 +174,7 @@ class _Allocator:
         """Sizes of the segments that do not grow, by address."""
         self._next_address = 0
 
-    def play(self, events: Columns, stream_of: NDArray[np.int64]) -> list[int]:
+    def play(self, events: Columns, stream_of: Ints) -> list[int]:
         """Play all events, and return the fields of `Reserve` except for the first one.
 
         The body is one loop without a function call per event, because a planner plays millions of

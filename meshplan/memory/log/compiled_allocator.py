@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from meshplan.memory.log.events import Columns
+from meshplan.memory.log.columns import Columns, Ints
 
 _PATH: Final = Path(__file__).with_name("libmeshplan_allocator.so")
 _NO_HOST_MEMORY: Final = 2
@@ -37,9 +36,7 @@ LIBRARY: Final = _load(_PATH)
 """The compiled allocator; None if it cannot be used."""
 
 
-def play(
-    events: Columns, streams: NDArray[np.int64], limit: int | None, expandable: bool
-) -> list[int]:
+def play(events: Columns, streams: Ints, limit: int | None, expandable: bool) -> list[int]:
     """Play events until the memory runs out.
 
     Args:
@@ -71,5 +68,5 @@ def play(
     return list(found.tolist())
 
 
-def _pointer(array: NDArray[np.int64]) -> ctypes.c_void_p:
+def _pointer(array: Ints) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)

@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import chain
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    from meshplan.memory.log.columns import Columns, Ints
 
 
 class Term(StrEnum):
@@ -70,8 +69,6 @@ class Event(NamedTuple):
     phase: int
 
 
-Columns = NDArray[np.int64]
-"""[3, events] array with the fields of events: changes in bytes, storages and phases."""
 Change = tuple[int, int, int]
 """The fields of an `Event`, as a plain tuple: a step has tens of thousands of events, and a planner
 replays thousands of steps."""
@@ -118,8 +115,9 @@ class EventLog:
     @cached_property
     def columns(self) -> Columns:
         """`changes` as an array, for arithmetic on all events at once."""
-        fields = np.fromiter(chain.from_iterable(self.changes), np.int64, 3 * len(self.changes))
-        return np.ascontiguousarray(fields.reshape(-1, 3).T)
+        from meshplan.memory.log.columns import columns_of
+
+        return columns_of(self.changes)
 
     def preceded(self, storages: Sequence[Storage], sizes: Sequence[int]) -> EventLog:
         """Return the log with more storages that exist before the step and outlive it.
@@ -128,26 +126,28 @@ class EventLog:
             storages: The storages.
             sizes: Their bytes.
         """
+        from meshplan.memory.log import columns
+
         first = len(self.storages)
         born = tuple((size, first + number, 0) for number, size in enumerate(sizes))
         log = replace(self, storages=(*self.storages, *storages), changes=(*born, *self.changes))
         # Reading the events of this log from tuples again would take longer than playing them.
-        columns = np.concatenate([np.array(born, np.int64).reshape(-1, 3).T, self.columns], axis=1)
-        log.__dict__["columns"] = columns
+        log.__dict__["columns"] = columns.preceded(born, self.columns)
         return log
 
     @cached_property
-    def streams(self) -> NDArray[np.int64]:
+    def streams(self) -> Ints:
         """[storages] number of the CUDA stream of each storage."""
-        return np.array([storage.stream for storage in self.storages], np.int64)
+        from meshplan.memory.log.columns import ints
+
+        return ints([storage.stream for storage in self.storages])
 
     @cached_property
     def peak(self) -> Peak:
         """The peak of the live bytes over all phases."""
-        live = np.cumsum(self.columns[0])
-        event = int(np.argmax(live)) if live.size else -1  # The first of several.
-        most = int(live[event]) if live.size else 0
-        return Peak(most, event) if most > 0 else Peak(0, -1)
+        from meshplan.memory.log.columns import peak_of
+
+        return Peak(*peak_of(self.columns))
 
     @cached_property
     def pooled_bytes(self) -> int:
@@ -155,11 +155,9 @@ class EventLog:
 
         The allocator keeps a separate pool for each stream and never shrinks it while memory lasts.
         """
-        deltas, storages, _ = self.columns
-        stream_of = self.streams[storages]
-        streams = range(int(stream_of.max(initial=0)) + 1)
-        live = (np.cumsum(deltas[stream_of == each]) for each in streams)
-        return sum(int(each.max(initial=0)) for each in live)
+        from meshplan.memory.log.columns import pooled_bytes
+
+        return pooled_bytes(self.columns, self.streams)
 
     @cached_property
     def by_phase(self) -> Mapping[str, tuple[int, int]]:
@@ -194,11 +192,11 @@ class EventLog:
     @cached_property
     def terms_at_peak(self) -> Mapping[Term, int]:
         """Bytes of each term at the peak; they add up to `peak.live_bytes`."""
+        from meshplan.memory.log.columns import live_sizes
+
         out = dict.fromkeys(Term, 0)
-        deltas, storages, _ = self.columns[:, : self.peak.event + 1]
-        sizes = np.bincount(storages, weights=deltas)  # Exact below 2**53 bytes.
-        for storage in np.flatnonzero(sizes).tolist():
-            out[self.storages[storage].term] += int(sizes[storage])
+        for storage, size in live_sizes(self.columns[:, : self.peak.event + 1]).items():
+            out[self.storages[storage].term] += size
         return out
 
     @property

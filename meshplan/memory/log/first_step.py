@@ -16,7 +16,8 @@ from typing import Final
 
 import numpy as np
 
-from meshplan.memory.log.events import Columns, EventLog, Term
+from meshplan.memory.log.columns import Columns
+from meshplan.memory.log.events import EventLog, Term
 
 _LATE: Final = frozenset({Term.OPTIMIZER, Term.WORKSPACES})
 _PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "baddbmm"})
