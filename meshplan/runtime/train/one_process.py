@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -101,10 +101,22 @@ def in_dtype_of(model: nn.Module, inputs: Any) -> Any:
     return mapped(inputs, fit)
 
 
-def prepare(model: nn.Module, spec: Spec) -> tuple[list[tuple[int, ...]], float]:
-    """Return (shapes of the model's results for two samples, learning rate to begin with).
+class Trial(NamedTuple):
+    """What one forward and backward of a model showed.
 
-    One step at this learning rate changes the weights by 2 %, measured by their norm.
+    Attributes:
+        shapes: Shapes of the model's results for two samples.
+        rate: Learning rate at which one step changes the weights by 2 %, measured by their norm.
+        unused: Names of the trainable parameters that got no gradient.
+    """
+
+    shapes: list[tuple[int, ...]]
+    rate: float
+    unused: frozenset[str]
+
+
+def prepare(model: nn.Module, spec: Spec) -> Trial:
+    """Run one forward and backward of a model, for what training it needs to know.
 
     Raises:
         ValueError: The output has no floating-point tensors of samples, the forward is random, or
@@ -121,12 +133,14 @@ def prepare(model: nn.Module, spec: Spec) -> tuple[list[tuple[int, ...]], float]
     targets = sample_targets(shapes, 2, 0, are_classes=spec.loss_parallel or spec.loss_chunks != 1)
     sample_loss(first, targets).backward()
     moved = [p for p in model.parameters() if p.grad is not None]
+    named = model.named_parameters()
+    unused = frozenset(name for name, p in named if p.requires_grad and p.grad is None)
     gradients = torch.stack([p.grad.norm() for p in moved if p.grad is not None]).norm()
     weights = torch.stack([p.detach().norm() for p in moved]).norm()
     model.zero_grad()
     if not gradients > 0:
         raise ValueError("no parameter gets a gradient")
-    return shapes, float(_RELATIVE_UPDATE * weights / gradients)
+    return Trial(shapes, float(_RELATIVE_UPDATE * weights / gradients), unused)
 
 
 def train_alone(batches: Batches, rate: float) -> OneProcess:

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshplan.assign import Assignment
 from meshplan.errors import MeshplanError, Problem, SpecError
-from meshplan.memory import StateBytes, state_bytes_by_rank
+from meshplan.memory import StateBytes, state_bytes
 from meshplan.plan.plan import Plan
 from meshplan.plan.verdict import (
     HALF,
@@ -47,6 +48,7 @@ from meshplan.runtime.train.one_process import (
     STEPS,
     Batches,
     OneProcess,
+    Trial,
     is_half,
     microbatches_alone,
     own_statistics,
@@ -128,7 +130,7 @@ def _verify_rank(send: Send, spec: Spec, source: ModelSource) -> None:
         if is_first:
             send(shared[0])
         return
-    shapes, rate = shared[0]
+    trial: Trial = shared[0]
     before = {n: t.detach().clone() for n, t in _state_of(model)}
     micro = int(spec.batch.micro or 1)
     spec = replace(spec, loss="mean")  # `sample_loss` is a mean.
@@ -138,14 +140,15 @@ def _verify_rank(send: Send, spec: Spec, source: ModelSource) -> None:
     if applied(model).loss_scale != 1.0:
         applied(model).loss_scale = SAFE_SCALE
     samples = micro * plan.accumulate * plan.num_data_ranks
-    batches = Batches(alone, plan, shapes, samples)
+    batches = Batches(alone, plan, trial.shapes, samples)
     inputs, targets = local_batch(model, batches.of(0, model))
     forward = record_forward(copy.deepcopy(alone), plan, inputs, targets, sample_loss)
     expected = forecast(plan, forward, dist.get_rank())
-    single = train_alone(batches, rate) if is_first else None
+    single = train_alone(batches, trial.rate) if is_first else None
     chosen = [single.rate if single is not None else 0.0]
     dist.broadcast_object_list(chosen, src=0)
-    training, report = _train_together(model, plan, expected, batches, chosen[0])
+    predicted = _state_bytes(plan.assignment, trial.unused)
+    training, report = _train_together(model, plan, expected, predicted, batches, chosen[0])
     state = full_state_dict(model)
     if single is not None:
         tolerance = HALF if is_half(plan) else SINGLE
@@ -202,7 +205,12 @@ def _without_dropout(model: nn.Module) -> None:
 
 
 def _train_together(
-    model: nn.Module, plan: Plan, expected: Forecast, batches: Batches, rate: float
+    model: nn.Module,
+    plan: Plan,
+    expected: Forecast,
+    predicted: StateBytes,
+    batches: Batches,
+    rate: float,
 ) -> tuple[TrainingRun, RankReport]:
     """Train under the plan; return losses and norms, and a report of bytes and collectives.
 
@@ -210,6 +218,7 @@ def _train_together(
         model: The module that `parallelize` returned.
         plan: Its plan.
         expected: The predicted collectives of a step, compared with those of the last step.
+        predicted: The predicted bytes of this rank's state.
         batches: The global batches.
         rate: The learning rate.
     """
@@ -231,7 +240,6 @@ def _train_together(
     inputs, targets = local_batch(model, batches.of(STEPS - 1, model))
     with counting(plan.mesh) as counted:
         losses.append(train_step(model, optimizer, inputs, targets, sample_loss))
-    predicted = state_bytes_by_rank(plan.assignment, _OPTIMIZER)[dist.get_rank()]
     report = RankReport(
         measured=state_bytes[0],
         predicted=predicted,
@@ -242,6 +250,31 @@ def _train_together(
         num_routed=sum(each.count for each in expected.traffic if each.routed),
     )
     return TrainingRun(losses=tuple(losses), norms=tuple(norms)), report
+
+
+def _state_bytes(assignment: Assignment, unused: frozenset[str]) -> StateBytes:
+    """Return the predicted bytes of this rank's state.
+
+    A plan cannot know that the model's forward leaves a parameter out, so that the optimizer has no
+    state for it. The buffers into which FSDP2 and DDP reduce gradients have a place for it.
+
+    Args:
+        assignment: The decisions of the plan.
+        unused: Names of the trainable parameters that get no gradient.
+    """
+    left_out = {fqn for fqn, p in assignment.tensors.items() if unused & {*p.info.names}}
+    alone = {fqn for fqn in left_out if assignment.tensors[fqn].unit is None}
+    if assignment.wrapper == "ddp":
+        alone = set()
+
+    def without(some: set[str]) -> StateBytes:
+        tensors = {
+            fqn: replace(p, info=replace(p.info, trainable=False)) if fqn in some else p
+            for fqn, p in assignment.tensors.items()
+        }
+        return state_bytes(replace(assignment, tensors=tensors), _OPTIMIZER, dist.get_rank())
+
+    return replace(without(left_out), gradients_bytes=without(alone).gradients_bytes)
 
 
 def _compare(

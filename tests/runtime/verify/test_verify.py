@@ -93,6 +93,21 @@ class Random(nn.Module):
         return self.layer(x + torch.rand_like(x))
 
 
+class Partly(nn.Module):
+    """Its forward leaves a parameter out, as vision models leave the token of masked patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = nn.Parameter(torch.zeros(1, 32))
+        self.blocks = nn.ModuleList(Block(32) for _ in range(2))
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 def halve_gradients(module: nn.Module) -> None:
     """A seeded bug: everything before this module learns half as fast."""
     forward = module.forward
@@ -167,6 +182,23 @@ def test_stages_that_share_a_weight_hold_what_is_predicted(run, pipeline):
     code, out, _ = run(plan)
     assert code == 0, out
     assert "bytes of state: ok, as predicted on all 4 ranks" in out
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"mesh": {"dp_shard": 2}, "strategy": "full_shard"},
+        {"mesh": {"dp_shard": 2}, "strategy": "zero1"},
+        {"mesh": {"dp_replicate": 2}, "strategy": "ddp", "ddp": {"find_unused_parameters": True}},
+        {"mesh": {"tp": 2}, "tp_plan": "auto"},
+    ],
+)
+def test_a_parameter_that_is_left_out_has_no_state_of_the_optimizer(run, plan):
+    model = {"entry": f"{__name__}:Partly"}
+    code, out, _ = run({"version": 1, "model": model, "input": PLAN["input"],
+                        "batch": {"micro": 4}} | plan)  # fmt: skip
+    assert code == 0, out
+    assert "bytes of state: ok, as predicted on all 2 ranks" in out
 
 
 def test_a_plan_that_torch_would_run_wrongly_does_not_run(run):
