@@ -1,4 +1,4 @@
-"""What a Trainer's loader reads: the number of samples, and those of the last batch.
+"""Samples that a Trainer's loader reads: the number of samples, and those of the last batch.
 
 It imports accelerate: `trainer_batches` imports it once there is a loader.
 """

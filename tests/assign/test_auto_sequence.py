@@ -254,13 +254,16 @@ def test_one_of_several_sequences_is_cut_and_the_others_are_named() -> None:
     assert "left" not in note.what
 
 
-def train_two(more: int) -> float:
-    """Three steps on this rank; the largest difference from one process."""
-    alone, x = (
-        TwoSequences(more),
-        torch.randn(4, 12, 32, generator=torch.Generator().manual_seed(5)),
-    )
-    cut = meshplan.parallelize(TwoSequences(more), SEQUENCE, example_inputs=x)
+def apart_after_steps(alone: torch.nn.Module, whole: torch.nn.Module, width: int) -> float:
+    """Three steps on this rank; the largest difference from one process.
+
+    Args:
+        alone: The model of one process.
+        whole: A copy of it, which is trained under the plan.
+        width: Numbers per token.
+    """
+    x = torch.randn(4, 12, width, generator=torch.Generator().manual_seed(5))
+    cut = meshplan.parallelize(whole, SEQUENCE, example_inputs=x)
     pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.01)) for m in (cut, alone)]
     for _ in range(3):
         for each, sgd in pairs:
@@ -271,6 +274,10 @@ def train_two(more: int) -> float:
     if torch.distributed.get_rank():
         return 0.0
     return max((live[n] - t).abs().max().item() for n, t in alone.state_dict().items())
+
+
+def train_two(more: int) -> float:
+    return apart_after_steps(TwoSequences(more), TwoSequences(more), 32)
 
 
 def test_two_sequences_train_as_in_one_process(pool: Any) -> None:
@@ -278,19 +285,7 @@ def test_two_sequences_train_as_in_one_process(pool: Any) -> None:
 
 
 def train_blocks(turn: str) -> float:
-    """Three steps on this rank; the largest difference from one process."""
-    alone, x = blocks(turn), torch.randn(4, 12, 8, generator=torch.Generator().manual_seed(5))
-    cut = meshplan.parallelize(blocks(turn), SEQUENCE, example_inputs=x)
-    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.01)) for m in (cut, alone)]
-    for _ in range(3):
-        for each, sgd in pairs:
-            each(x).square().mean().backward()
-            sgd.step()
-            sgd.zero_grad()
-    live = meshplan.full_state_dict(cut)
-    if torch.distributed.get_rank():
-        return 0.0
-    return max((live[n] - t).abs().max().item() for n, t in alone.state_dict().items())
+    return apart_after_steps(blocks(turn), blocks(turn), 8)
 
 
 def test_a_gain_on_parts_is_trained_by_all_of_them(pool: Any) -> None:

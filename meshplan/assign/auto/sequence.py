@@ -104,8 +104,8 @@ def _shown(
 def _last_blocks(flow_uses: FlowUses, choice: CutChoice, along: Dim) -> Iterator[Call]:
     """Yield calls after which the sequence may be gathered, the outermost one first.
 
-    They contain the last rowwise projection on this sequence, but not all of them, such as the last
-    block and its last part, and return one tensor.
+    Such a call contains the last rowwise projection on this sequence, but not all of them, and
+    returns one tensor: the last block, for example, or its last part.
     """
     closing = [
         call

@@ -25,7 +25,7 @@ def network_of(module: nn.Module) -> nn.Module | None:
 def keep_network(module: nn.Module, network: nn.Module) -> None:
     """Keep for the next run what applying the plan returned.
 
-    Of a pipeline, the LightningModule then calls the stages in its forward, while the pipeline
+    The LightningModule then calls the stages of a pipeline in its forward, while the pipeline
     records the forward that the module has by itself.
     """
     if network_of(module) is not network and isinstance(network, PipelinedModule):

@@ -180,10 +180,7 @@ def check_analytic(plan: Plan, *, device: str) -> None:
     Raises:
         PlanError: There are no rules for the model's ops, or for a feature of the plan.
     """
-    micro, seq_len = plan.fed()
-    check_fused(plan, seq_len, device=device)
-    works = analytic_microbatches(plan, micro, seq_len, device=device)
-    check_rules(plan, works.of_rank(0, summarised=True))
+    check_rules(plan, RankLogs(plan, device=device).works.of_rank(0, summarised=True))
 
 
 def estimate_worst_routing(estimate: MemoryEstimate, plan: Plan) -> MemoryEstimate:

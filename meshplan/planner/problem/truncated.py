@@ -171,19 +171,15 @@ class TruncatedBound:
         then = int(left_out[fullest]) if num_bytes.size and num_bytes[fullest] > 0 else 0
         return reserved + then
 
-    @cached_property
-    def _columns(self) -> tuple[Ints, Ints, Ints]:
-        """Three [events] arrays: change in bytes, index of the storage, index of the phase."""
-        deltas, storages, phases = self._log.columns
-        return deltas, storages, phases
-
     @property
     def _delta(self) -> Ints:
-        return self._columns[0]
+        deltas: Ints = self._log.columns[0]
+        return deltas
 
     @property
     def _storage(self) -> Ints:
-        return self._columns[1]
+        storages: Ints = self._log.columns[1]
+        return storages
 
     @cached_property
     def _left_out(self) -> Ints:
@@ -241,7 +237,7 @@ class TruncatedBound:
         """
         has_op = np.array([bool(each.op) for each in self._log.storages], bool)
         makes = (self._delta > 0) & has_op[self._storage]
-        block, phase = self._block[self._storage], self._columns[2]
+        block, phase = self._block[self._storage], self._log.columns[2]
         before = _last(makes, block, phase)
         return before, _last(makes[::-1], block[::-1], phase[::-1])[::-1]
 

@@ -18,9 +18,10 @@ def refuse_norms_of_stages() -> None:
     """Make `torch.nn.utils.clip_grad_norm_` raise for the gradients of a pipeline stage.
 
     The norm of one stage's gradients is smaller than that of all, and differs between the ranks.
-    They cannot be summed here, because ranks whose stages have other parameters may call it for
-    each of them, and would wait for each other. Private, because `clip_grad_norm_`, which programs
-    import by name, takes the norm by a function that has a private name in its module.
+    The norms of all stages cannot be summed here, because ranks whose stages have other parameters
+    may call it for each of them, and would wait for each other. Private, because `clip_grad_norm_`,
+    which programs import by name, takes the norm by a function that has a private name in its
+    module.
     """
     inner: Any = clip_grad._get_total_norm
 

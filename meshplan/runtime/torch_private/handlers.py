@@ -1,4 +1,4 @@
-"""What DTensor does with operators of training loops where its own answer is an error, or wrong.
+"""Handlers of operators in training loops for which DTensor raises, or answers wrongly.
 
 Under tp, parameters that no style shards stay plain tensors; under tp with FSDP, parameters are on
 two meshes. torch's fused and foreach optimizers, its clipping and its GradScaler pass all of them

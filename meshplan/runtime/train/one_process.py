@@ -102,7 +102,7 @@ def in_dtype_of(model: nn.Module, inputs: Any) -> Any:
 
 
 class Trial(NamedTuple):
-    """What one forward and backward of a model showed.
+    """Facts about a model from one forward and backward.
 
     Attributes:
         shapes: Shapes of the model's results for two samples.
