@@ -76,6 +76,26 @@ def test_both_do_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize(
+    ("size", "allocated"),
+    [
+        (19 * MB, 20 * MB),  # Of a segment of 20 MiB, 1 MiB is not worth splitting off.
+        (19 * MB - 512, 19 * MB - 512),
+        (MB, MB),  # The largest of the small pool.
+        (MB + 1, MB + 512),
+        (2 * MB - 512, 2 * MB - 512),
+    ],
+)
+def test_both_split_at_the_same_sizes(
+    size: int, allocated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = EventLog((Storage(Term.TEMPORARIES),), ((size, 0, 0),), ("before",))
+    assert reserve(log).allocated_bytes == allocated
+    monkeypatch.setattr(compiled_allocator, "LIBRARY", None)
+    assert reserve(log).allocated_bytes == allocated
+
+
+@needs_library
 def test_an_empty_log(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reserve(EventLog((), (), ("before",))) == Reserve(0, 0, 0)
     monkeypatch.setattr(compiled_allocator, "LIBRARY", None)
