@@ -77,22 +77,22 @@ def test_both_do_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_library
 @pytest.mark.parametrize(
-    ("size", "allocated"),
+    ("size", "allocated", "reserved"),
     [
-        (19 * MB, 20 * MB),  # Of a segment of 20 MiB, 1 MiB is not worth splitting off.
-        (19 * MB - 512, 19 * MB - 512),
-        (MB, MB),  # The largest of the small pool.
-        (MB + 1, MB + 512),
-        (2 * MB - 512, 2 * MB - 512),
+        (19 * MB, 20 * MB, 20 * MB),  # Of a segment of 20 MiB, 1 MiB is not worth splitting off.
+        (19 * MB - 512, 19 * MB - 512, 20 * MB),
+        (MB, MB, 2 * MB),  # The largest of the small pool.
+        (MB + 1, MB + 512, 20 * MB),
+        (10 * MB - 1, 10 * MB, 10 * MB),  # Rounded first, and then large enough for its own.
     ],
 )
 def test_both_split_at_the_same_sizes(
-    size: int, allocated: int, monkeypatch: pytest.MonkeyPatch
+    size: int, allocated: int, reserved: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = EventLog((Storage(Term.TEMPORARIES),), ((size, 0, 0),), ("before",))
-    assert reserve(log).allocated_bytes == allocated
+    assert reserve(log) == Reserve(size, allocated, reserved, 0, reserved)
     monkeypatch.setattr(compiled_allocator, "LIBRARY", None)
-    assert reserve(log).allocated_bytes == allocated
+    assert reserve(log) == Reserve(size, allocated, reserved, 0, reserved)
 
 
 @needs_library
