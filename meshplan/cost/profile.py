@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from meshplan.errors import PlanError, Problem
-from meshplan.layout.hardware import Cluster, devices, own_fact, with_own_fact
+from meshplan.layout.hardware import Cluster, Device, devices, own_fact, with_own_fact
 from meshplan.model.graph import ModelGraph
 from meshplan.shown import shown
 from meshplan.spec.spec import PRECISION_WORDS, PROFILES, Spec
@@ -168,6 +168,23 @@ def fitted() -> Mapping[tuple[str, str | None], Mapping[str, Any]]:
     return MappingProxyType({(row["framework"], row["device"]): row for row in rows})
 
 
+_USUAL_PRODUCTS: Final = 794.5 / 989
+"""Share of the peak that the fastest product reaches on the device that `GENERIC["efficiency"]` is
+typical of, an H100. Source: see `Device.product_flops`."""
+
+
+def _product_efficiency(device: Device, dtype: str) -> float:
+    """Return the share of the peak that the products of a model reach by generic constants.
+
+    It is proportional to what the fastest product reaches there, which differs more between devices
+    (0.87 of the peak on an A100, 0.51 on an MI300X) than frameworks do on one of them.
+    """
+    usual, peak = GENERIC["efficiency"], device.peak_flops.get("bfloat16")
+    if device.product_flops is None or peak is None or dtype == "float32":
+        return usual
+    return usual * (device.product_flops / peak / _USUAL_PRODUCTS)
+
+
 def runs_of(framework: str, device: str) -> Mapping[str, Any] | None:
     """Return the entry of `profiles.json` for a framework on a device; None if it has no runs."""
     return fitted().get((framework, device)) or fitted().get((framework, None))
@@ -250,10 +267,15 @@ def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, An
         cluster: The devices and links.
         framework: The framework whose code runs.
         dtype: The dtype in which matrix products are computed.
-        facts: An entry of `profiles.json`. Constants that are not in it are those of `GENERIC`.
+        facts: An entry of `profiles.json`. Constants that are not in it are those of `GENERIC`, but
+            for the speed of products where that of the device was measured.
     """
     device = cluster.device
-    constants = {**GENERIC, **facts.get("constants", {})}
+    constants = {
+        **GENERIC,
+        "efficiency": _product_efficiency(device, dtype),
+        **facts.get("constants", {}),
+    }
     memory, peak = device.memory_bytes_per_s, device.peak_flops[dtype]
     assert memory is not None
     intra = cluster.intra.bytes_per_s if cluster.intra else device.intra_bytes_per_s

@@ -53,6 +53,9 @@ class Device:
         visible_bytes: Memory that torch sees, as in its out-of-memory messages; None if not known.
         peak_flops: Dense operations per second by dtype; a dtype not listed is not known. The
             figure for float32 is without TF32, because torch does not use TF32 by default.
+        product_flops: Operations per second that the fastest bfloat16 matrix product reaches, as
+            measured; None if not known. Source: stas00/ml-engineering, compute/accelerator
+            ("Maximum Achievable Matmul FLOPS").
         memory_bytes_per_s: Bandwidth of the device's own memory; None if not known.
         intra_bytes_per_s: Bandwidth to the other devices of the node, in one direction; None if not
             known.
@@ -67,6 +70,7 @@ class Device:
     memory_bytes: int
     visible_bytes: int | None = None
     peak_flops: Mapping[str, float] = field(default_factory=dict)
+    product_flops: float | None = None
     memory_bytes_per_s: float | None = None
     intra_bytes_per_s: float | None = None
     inter_bytes_per_s: float | None = None
@@ -300,9 +304,9 @@ def _words(name: str) -> list[str]:
 
 
 def _device(name: str, facts: Mapping[str, object]) -> Device:
-    def number(key: str) -> float | None:
+    def number(key: str, unit: int = _GIGA) -> float | None:
         value = facts.get(key)
-        return float(value) * _GIGA if isinstance(value, (int, float)) else None
+        return float(value) * unit if isinstance(value, (int, float)) else None
 
     memory, peak, sources = facts["memory_gb"], facts["peak_tflops"], facts["sources"]
     visible = facts.get("visible_gib")
@@ -315,6 +319,7 @@ def _device(name: str, facts: Mapping[str, object]) -> Device:
         memory_bytes=memory * _GIGA,
         visible_bytes=None if visible is None else parse_bytes(f"{visible}GiB"),
         peak_flops=MappingProxyType({dtype: t * _TERA for dtype, t in peak.items()}),
+        product_flops=number("product_tflops", _TERA),
         memory_bytes_per_s=number("memory_gb_per_s"),
         intra_bytes_per_s=number("intra_gb_per_s"),
         inter_bytes_per_s=number("inter_gb_per_s"),

@@ -1,6 +1,6 @@
 """Constants of the cost model from published runs, as few as tell models that were left out.
 
-    python -m tests.bench.fit_profiles FILE.jsonl [--only FRAMEWORK] [--write]
+    python -m tests.bench.fit_profiles FILE.jsonl [--only FRAMEWORK] [--same] [--write]
     python -m tests.bench.fit_profiles docs/evidence/h200.json [--write]
 
 Every constant begins as the generic one. The one is freed that makes the errors of left-out models
@@ -8,7 +8,9 @@ smallest (one model at a time; one number of nodes and source, where there is on
 next, until that gains less than `GAIN`. What runs cannot tell apart thus stays generic, and the
 error beside a profile is that of models that it has not seen. A framework with runs on several
 devices has constants for all of them, and for a device its own ones where these tell more.
+Jobs that stood still, which the network of one source's cluster did, are left out beforehand.
 Steps that `tests.gpu` timed give the constants of hf-eager in the same way.
+`--same` leaves the choice of constants as it is and fits their values anew, in a minute.
 `--write` puts the constants into `meshplan/cost/profiles.json`, which `plan` reads.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -367,6 +370,20 @@ def _whose(case: Run) -> str:
     return "timed" if isinstance(case, PlannedRun) else "published"
 
 
+def unstalled(cases: Sequence[Run]) -> list[Run]:
+    """The runs whose network did not stand still, as all constants at once tell all runs."""
+    if not any(isinstance(case, Case) and math.isfinite(case.stall_s) for case in cases):
+        return list(cases)
+    some = list(cases)[:: -(-len(cases) // MOST)]
+    fit = Fit(some, free_constants(some))
+    told = _predictor(cases)(fit.facts(fit.run()))
+    return [
+        case
+        for case, seconds in zip(cases, told, strict=True)
+        if not (isinstance(case, Case) and case.is_stalled(float(seconds)))
+    ]
+
+
 def profiles(cases: Sequence[Run]) -> Iterator[dict[str, Any]]:
     """The rows of one framework."""
     names = select(cases)
@@ -381,17 +398,27 @@ def profiles(cases: Sequence[Run]) -> Iterator[dict[str, Any]]:
             yield profile(chosen, own, device)
 
 
+def refitted(framework: str, cases: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    """The rows that there are of one framework, with the values of their constants fitted anew."""
+    for (name, device), row in profiles_of.fitted().items():
+        if name == framework:
+            chosen = [case for case in cases if device in (None, case.key[1])]
+            yield profile(chosen, list(row["constants"]), device)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", default="")
+    parser.add_argument("--same", action="store_true")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(arguments)
     found = []
     for framework, cases in sorted(by_framework(load(options.file)).items()):
         if options.only not in framework or len(cases) < FEWEST:
             continue
-        for row in profiles(cases):
+        cases = unstalled(cases)
+        for row in refitted(framework, cases) if options.same else profiles(cases):
             found.append(row)
             chosen = [case for case in cases if row["device"] in (None, case.key[1])]
             generic = figures(Fit(chosen, []).errors(np.zeros(0)))

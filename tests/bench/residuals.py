@@ -29,6 +29,8 @@ def errors(
         if each is None:
             continue
         if what == "time":
+            if each["is_stalled"]:
+                continue
             yield row, each["predicted_s"] / each["real_s"] - 1
         elif real := row["measured"].get("peak_mem_gib"):
             yield row, each["predicted_bytes"] / GIB / real - 1

@@ -23,7 +23,7 @@ MOST: Final = 10**7
 SIZES: Final[Mapping[str, Sequence[str]]] = {
     "model": ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len"),
     "hardware": ("gpus", "nodes", "gpus_per_node"),
-    "parallel": ("dp", "dp_shard", "dp_replicate", "tp", "pp", "cp", "vpp"),
+    "parallel": ("dp", "dp_shard", "dp_replicate", "tp", "pp", "cp", "vpp", "zero1_shard_group"),
     "training": ("micro_batch", "local_batch", "grad_accum", "global_batch"),
 }
 """Whole numbers from 1 on, where they are stated."""

@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.bench import mapping, published, published_time, row_check, time_case
+from tests.bench import (
+    mapping,
+    published,
+    published_time,
+    residuals,
+    row_check,
+    time_case,
+    time_mapping,
+)
 from tests.helpers.published_rows import FOUNDRY, MEGATRON, NANOTRON, ODD, TIMED, TITAN, changed
 
 
@@ -21,6 +29,30 @@ def test_rows_of_all_frameworks_are_timed() -> None:
     assert [each["skipped"] for each in told] == [None] * 4
     assert all(each["predicted_s"] > 0 for each in told)
     assert len({each["framework"] for each in told}) == 4
+
+
+def test_a_job_that_stood_still_leaves_the_score() -> None:
+    """Of jobs that differ in nothing else, those of the faster mode are told, in all tables."""
+    told = published_time.predict_rows([TIMED[1]])[0]["predicted_tokens_per_s_per_gpu"]
+    nanotron = time_mapping.case_of(mapping.checked(TIMED[1]))
+    step_s = nanotron.tokens / told / nanotron.gpus
+    rows = [
+        changed(TIMED[1], "measured", tokens_per_s_per_gpu=told * step_s / (step_s + waits))
+        | {"id": str(waits)}
+        for waits in (0, 0.2 * nanotron.stall_s, nanotron.stall_s, 2 * nanotron.stall_s)
+    ]
+    answers = published_time.predict_rows(rows)
+    assert [each["is_stalled"] for each in answers] == [False, False, True, True]
+    time = published_time.times(answers)
+    assert (time["stalled"], time["errors"]["all"]["rows"]) == (2, 2)
+    assert published_time.ranking(answers)["groups"] == []  # Two plans make no order.
+    pairs = list(residuals.errors(rows, {"time": {"rows": answers}}, "time"))
+    assert len(pairs) == 4 - 2
+
+
+def test_jobs_of_other_sources_stay_however_long_they_took() -> None:
+    row = changed(TIMED[0], "measured", tokens_per_s_per_gpu=1.0)
+    assert not published_time.predict_rows([row])[0]["is_stalled"]
 
 
 @pytest.mark.parametrize("row", TIMED, ids=["titan", "nanotron", "megatron", "foundry"])

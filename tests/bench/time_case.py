@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,6 +24,7 @@ DEVICES: Final[Mapping[str, str]] = {
     "H100 SXM (HBM2e 96GB, 500W, 2.4TB/s)": "h100-sxm-96gb",
     "A100 SXM 80GB": "a100-sxm-80gb", "A100 80GB": "a100-sxm-80gb", "a100_80gb": "a100-sxm-80gb",
     "a100_40gb": "a100-sxm-40gb", "H200 SXM": "h200-sxm-141gb",
+    "V100 SXM2 16GB": "v100-sxm-16gb", "V100 SXM2 32GB": "v100-sxm-32gb",
 }  # fmt: skip
 """By how rows name a GPU. "A100" and "H100" alone say neither the memory nor the link."""
 
@@ -32,6 +34,9 @@ LINKS: Final[Mapping[str, float]] = {
     "8x HDR InfiniBand 200 Gb/s per node (Selene)": 25e9,
     "8x HDR InfiniBand per node (Selene)": 25e9,
     "8x HDR InfiniBand per node": 25e9,
+    "400 Gb/s": 6.25e9,
+    "800 Gb/s": 12.5e9,
+    "Omni-Path 100 Gb/s x4": 12.5e9,
     "4x Omni-Path 100 Gb/s per node (Jean Zay)": 6.25e9,
     "4 x 100 Gb/s RoCE per node": 6.25e9,
     "InfiniBand NDR 400 Gb/s": 50e9,
@@ -41,8 +46,9 @@ LINKS: Final[Mapping[str, float]] = {
     "400 Gb/s CX-7 per GPU": 50e9,
     "EFA/cluster network (not stated in the table)": 50e9,
 }
-"""Bytes a second of each GPU, one way. Where the table states no network it is taken for that of
-the instances that have eight H100: 3,200 Gb/s of EFA."""
+"""Bytes a second of each GPU, one way. A rate without a word is that of a node of eight, and four
+Omni-Path links are those of a node with four V100. Where the table states no network it is taken
+for that of the instances that have eight H100: 3,200 Gb/s of EFA."""
 
 Write = Callable[[int, int], Tape]
 
@@ -59,7 +65,8 @@ class Case:
         awaited: Places whose unit nothing hides.
         tokens: Of a step, of all GPUs.
         real_s: Of a step.
-        stalled_s: Of a step, that its network stands still.
+        stall_s: By how much a step is longer in a job whose network stands still; infinite where
+            no job of the source did.
     """
 
     id: str
@@ -76,11 +83,15 @@ class Case:
     dtype: str
     tokens: int
     real_s: float
-    stalled_s: float = 0.0
+    stall_s: float = math.inf
 
     @property
     def gpus(self) -> int:
         return self.cluster.num_gpus
+
+    def is_stalled(self, told_s: float) -> bool:
+        """Return whether what the job took is nearer to a job that stalled than to `told_s`."""
+        return bool(self.real_s - told_s >= self.stall_s / 2)
 
     @property
     def shape(self) -> Any:
@@ -119,6 +130,11 @@ def cluster_of(row: Row) -> Cluster:
         gpus_per_node=per_node or h["gpus"] // nodes,
         inter=Link("stated", inter) if inter else None,
     )  # fmt: skip
+
+
+def dtype_of(cluster: Cluster) -> str:
+    """The 16-bit dtype in which this device computes products."""
+    return "bfloat16" if "bfloat16" in cluster.device.peak_flops else "float16"
 
 
 def grid_of(**sizes: Any) -> NDArray[Any]:

@@ -22,12 +22,12 @@ from meshplan.memory.tape.tape import TapeOp as TapeRow
 from meshplan.spec.spec import Precision
 from tests.bench.frameworks import nanotron, torchtitan
 from tests.bench.frameworks.nanotron_job import Job
-from tests.bench.frameworks.nanotron_pace import stalls
 from tests.bench.mapping import ADAMW, NANOTRON_PRECISION, Row, SkipError, nanotron_only, only
 from tests.bench.time_case import (
     Case,
     Write,
     cluster_of,
+    dtype_of,
     grid_of,
     micro_of,
     one_stage,
@@ -35,7 +35,7 @@ from tests.bench.time_case import (
     shape_of_row,
     sizes_of,
 )
-from tests.bench.time_nanotron import IN_BUCKETS, SUMMED, stalled_seconds, write_nanotron
+from tests.bench.time_nanotron import IN_BUCKETS, SUMMED, stall_seconds, write_nanotron
 from tests.bench.time_tapes import CORE, megatron_tape
 
 
@@ -126,6 +126,65 @@ def titan_case(row: Row, *, is_kempner: bool = False) -> Case:
         awaited=frozenset({chain.order[0]}),
         precision=Precision(param="bfloat16", reduce="float32"),
         dtype="bfloat16" if is_kempner else "float32",
+        tokens=tokens, real_s=real_seconds(row, tokens),
+    )  # fmt: skip
+
+
+# Frameworks without runs to fit constants to
+
+
+_MODES: Final[Mapping[int, tuple[str, int]]] = {
+    0: ("ddp", 0), 1: ("zero1", 0), 2: ("shard", 0), 3: ("shard", 1),
+}  # fmt: skip
+"""By ZeRO stage, the grid's mode and whether parameters are resharded after the forward."""
+_GENERIC_RECOMPUTE: Final = {
+    "none": 0,
+    "full": 2,
+    "labelled selective; HFU/MFU 0.74/0.55 = 4/3 means effectively every block": 2,
+}
+
+
+def generic_case(row: Row) -> Case:
+    """A dense decoder under data parallelism, told as `plan` tells it without a `profile:`."""
+    training, parallel, model = row["training"], row["parallel"], row["model"]
+    only(row, "training.precision", "bf16")
+    only(row, "training.optimizer", None, *ADAMW, "Adam", "Adam (hybrid ZeRO-1)")
+    only(row, "training.activation_checkpointing", *_GENERIC_RECOMPUTE)
+    only(row, "training.compile", None, True, False)
+    only(row, "parallel.zero_stage", *_MODES)
+    only(row, "parallel.fsdp", None, "FSDP", "HSDP", "FULL_SHARD")
+    for name in ("float8", "chunked_ce", "activation_offload", "activation_cpu_offload",
+                 "optimizer_in_backward", "loss"):  # fmt: skip
+        only(row, f"training.{name}", None, False)
+    only(row, "training.kernels", None, "HF")
+    for name in ("tp", "pp", "cp"):
+        only(row, f"parallel.{name}", None, 1)
+    cluster, sizes, micro = cluster_of(row), sizes_of(row), micro_of(row)
+    mode, reshard = _MODES[parallel["zero_stage"]]
+    ranks = sizes["dp"] * sizes["dp_shard"] * sizes["dp_replicate"]
+    cut = sizes["dp_shard"] if mode == "shard" else ranks
+    if mode == "zero1":
+        cut = parallel.get("zero1_shard_group") or ranks
+    elif mode == "ddp":
+        cut = 1
+    if (sizes["dp"] > 1 and sizes["dp_shard"] * sizes["dp_replicate"] > 1) or ranks % cut:
+        raise SkipError("how many ranks shard is not stated")
+    compiled = bool(training.get("compile"))
+    key = ("titan", shape_of_row(model), 1, compiled, 1, False)
+    chain = _chain(key, model["layers"], model["seq_len"])
+    count = int(training.get("grad_accum") or 1)
+    tokens = micro * count * ranks * model["seq_len"]
+    return Case(
+        id=str(row["id"]), group=str(row["group"]),
+        key=("generic", cluster.device.name, "bfloat16"), work=key + (model["seq_len"],),
+        chain=chain, cluster=cluster,
+        grid=grid_of(mode=mode, dp_shard=cut, dp_replicate=ranks // cut, micro=micro,
+                   microbatches=count),
+        stages=one_stage(chain),
+        options=((OPTIONS.index((_GENERIC_RECOMPUTE[training["activation_checkpointing"]],
+                                 reshard)), 1.0),),
+        awaited=frozenset({chain.order[0]}) if reshard else frozenset(),
+        precision=Precision(param="bfloat16", reduce="bfloat16"), dtype="bfloat16",
         tokens=tokens, real_s=real_seconds(row, tokens),
     )  # fmt: skip
 
@@ -241,7 +300,7 @@ def megatron_case(row: Row, framework: str) -> Case:
     schedule = ("Interleaved1F1B" if virtual > 1 else "1F1B") if pp > 1 else ""
     return Case(
         id=str(row["id"]), group=str(row["group"]),
-        key=(framework, cluster.device.name, "bfloat16"), work=key + (model["seq_len"],),
+        key=(framework, cluster.device.name, dtype_of(cluster)), work=key + (model["seq_len"],),
         chain=chain, cluster=cluster,
         grid=grid_of(mode="zero1" if is_zero else "ddp", tp=tp, pp=pp, micro=micro,
                    microbatches=count, virtual=virtual, schedule=schedule,
@@ -290,8 +349,7 @@ def nanotron_case(row: Row) -> Case:
     first, block, last = chain.order[0], chain.order[1], chain.order[-1]
     stages = []
     zero, count = parallel["zero_stage"], int(training.get("grad_accum") or 1)
-    is_past = stalls(dp=dp, tp=tp, pp=pp, zero=zero, batch=micro)
-    held_by = nanotron.stages(shape, pp, is_past=is_past)
+    held_by = nanotron.stages(shape, pp)
     job = Job(stage=held_by[0], rank=0, batch=micro, seq_len=model["seq_len"], accumulate=count,
               dp=dp, tp=tp, pp=pp, zero=zero)  # fmt: skip
     for stage in held_by:
@@ -313,7 +371,7 @@ def nanotron_case(row: Row) -> Case:
         awaited=frozenset(range(len(chain.kinds))) if is_zero else frozenset(),
         precision=SUMMED if is_zero else IN_BUCKETS, dtype="float32",
         tokens=tokens, real_s=real_seconds(row, tokens),
-        stalled_s=stalled_seconds(job, shape),
+        stall_s=stall_seconds(job, shape),
     )  # fmt: skip
 
 

@@ -11,7 +11,13 @@ from functools import partial
 
 from tests.bench.mapping import Row, SkipError, only
 from tests.bench.time_case import Case as Case
-from tests.bench.time_frameworks import foundry_case, megatron_case, nanotron_case, titan_case
+from tests.bench.time_frameworks import (
+    foundry_case,
+    generic_case,
+    megatron_case,
+    nanotron_case,
+    titan_case,
+)
 
 
 def case_of(row: Row) -> Case:
@@ -25,6 +31,8 @@ def case_of(row: Row) -> Case:
             raise SkipError(f"model.{key} is not stated")
     only(row, "training.finetune", None, "full")
     only(row, "training.task", None)
+    if not {"tokens_per_s_per_gpu", "iter_time_s", "tflops_per_gpu"} & row["measured"].keys():
+        raise SkipError("neither tokens a second nor seconds are measured")
     framework = _framework(row)
     return framework(row)
 
@@ -47,4 +55,6 @@ def _framework(row: Row) -> Callable[[Row], Case]:
     is_half = precision in ("fp16 mixed", "fp16/bf16 mixed", "mixed")
     if is_half and impl is None and "Adam" in str(training.get("optimizer")):
         return partial(megatron_case, framework="megatron")
+    if impl is None and precision == "bf16":
+        return generic_case
     raise SkipError(f"no profile is of {impl!r} with precision {precision!r}")

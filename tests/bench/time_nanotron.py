@@ -1,10 +1,11 @@
-"""What nanotron computes and sends, and what its stalled jobs wait for.
+"""What nanotron computes and sends, and what jobs wait for whose network stands still.
 
 Source: huggingface/nanotron, models/llama.py, trainer.py, parallel/pipeline_parallel/p2p.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
@@ -15,7 +16,6 @@ from meshplan.memory.tape.tape import TapeOp as TapeRow
 from meshplan.spec.spec import Precision
 from tests.bench.frameworks import nanotron
 from tests.bench.frameworks.nanotron_job import Job, buckets_of
-from tests.bench.frameworks.nanotron_pace import stalls
 from tests.bench.time_case import Write
 
 
@@ -50,11 +50,14 @@ _OF_A_BLOCK: Final = 8
 """Collectives of tp, forward and backward."""
 
 
-def stalled_seconds(job: Job, shape: Shape) -> float:
-    """What waiting for the network adds to a step of a job that stalls."""
+def stall_seconds(job: Job, shape: Shape) -> float:
+    """What waiting for the network adds to a step of a job that stalls.
+
+    Which jobs do is a fact of that cluster, which no field states: those that did leave the score.
+    """
     dp, tp, pp, count = job.dp, job.tp, job.pp, job.accumulate
-    if not stalls(dp=dp, tp=tp, pp=pp, zero=job.zero, batch=job.batch):
-        return 0.0
+    if dp * tp * pp == 1:
+        return math.inf
     if pp == 1:
         waits = count * shape.layers * _OF_A_BLOCK * tp
         buckets = list(buckets_of(job.stage.parameters(shape, tp))) if not job.zero else []

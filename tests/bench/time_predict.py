@@ -57,8 +57,7 @@ def _seconds(cases: Sequence[Case], profile: Profile) -> Array:
     most = np.array([each.max() for each in by_rank])
     total = np.array([each.sum() for each in by_rank])
     ends = np.array([(h @ row).max() for h, row in zip(held, at_end, strict=True)])
-    stalled = np.array([case.stalled_s for case in cases])
-    return np.asarray(pipeline_seconds(grid, most, total, crossing) + ends + stalled)
+    return np.asarray(pipeline_seconds(grid, most, total, crossing) + ends)
 
 
 def predict(cases: Sequence[Case], facts: Mapping[str, Any], together: list[list[int]]) -> Array:

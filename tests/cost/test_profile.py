@@ -41,6 +41,22 @@ def test_a_datasheet_times_shares():
     assert free.peak_flops == told.peak_flops
 
 
+def test_products_are_as_fast_as_the_fastest_one_measured_on_the_device():
+    """A share of the datasheet that holds for all devices flatters those that throttle."""
+
+    def share(gpu, dtype="bfloat16"):
+        return profile_of(replace(EIGHT, device=find_device(gpu)), dtype=dtype).efficiency
+
+    usual = GENERIC["efficiency"]
+    assert share("h100-sxm-80gb") == share("h200") == share("v100-sxm-32gb", "float16") == usual
+    assert share("a100-sxm-80gb") == pytest.approx(usual * (271.2 / 312) / (794.5 / 989))
+    assert share("mi300x") / share("h100-sxm-80gb") == pytest.approx((668.4 / 1307) / (794.5 / 989))
+    assert share("a100-sxm-80gb", "float32") == usual  # Not the units that were measured.
+    fitted_share = fitted()["megatron", None]["constants"]["efficiency"]
+    named = profile_of(replace(EIGHT, device=find_device("a100-sxm-80gb")), framework="megatron")
+    assert named.efficiency == fitted_share
+
+
 @pytest.mark.parametrize(
     ("cluster", "dtype", "says"),
     [
@@ -213,20 +229,27 @@ def test_constants_are_freed_only_where_left_out_models_gain(monkeypatch):
     free = ["efficiency", "memory_share", "intra_share"]
     assert set(free) < set(fit_profiles.free_constants(cases_of({"efficiency": 0.85})))
     monkeypatch.setattr(fit_profiles, "free_constants", lambda cases: free)
-    assert select(cases_of({"efficiency": GENERIC["efficiency"]})) == []
+    assert select(cases_of({})) == []  # The runs of generic constants need no others.
     cases = cases_of({"efficiency": 0.85})
     assert select(cases) == ["efficiency"]
     assert np.abs(left_out(cases, ["efficiency"])).max() < 0.01
     assert np.abs(left_out(cases, [])).max() > 0.1
 
 
+def test_values_are_fitted_anew_for_the_constants_that_there_are():
+    (row,) = fit_profiles.refitted("megatron", cases_of({"efficiency": 0.55}))
+    assert row["constants"] == {"efficiency": pytest.approx(0.55, rel=0.02)}
+    assert list(fit_profiles.refitted("nobody", [])) == []
+
+
 def test_order_and_regret():
     assert published_time.spearman(np.array([1, 2, 3.0]), np.array([10, 20, 30.0])) == 1
     assert published_time.spearman(np.array([1, 2, 3.0]), np.array([30, 20, 10.0])) == -1
     answers = [
-        {"skipped": None, "predicted_s": told, "real_s": real, "order": ["m", 1, 8, "f", "d", "t"]}
+        {"skipped": None, "is_stalled": False, "predicted_s": told, "real_s": real,
+         "order": ["m", 1, 8, "f", "d", "t"]}
         for told, real in ((1.0, 1.2), (2.0, 1.0), (3.0, 3.0))
-    ]
+    ]  # fmt: skip
     (group,) = published_time.ranking(answers)["groups"]
     assert group["plans"] == 3
     assert group["regret"] == pytest.approx(0.2)

@@ -189,7 +189,8 @@ class Pool:
                 except (EOFError, ConnectionResetError):
                     self._workers[rank].process.join()
                     code = self._workers[rank].process.exitcode
-                    is_result, value = False, f"{DIED}{code}"
+                    stack = self._workers[rank].stack.read_text()
+                    is_result, value = False, f"{DIED}{code}\n{stack}"
                 (results if is_result else failures)[rank] = value
             if failures:
                 deadline = min(deadline, time.monotonic() + self.grace_s)
@@ -229,6 +230,7 @@ def _work(rank: int, world: int, port: int, connection: Connection, stack: str) 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=_die_with_parent, daemon=True).start()
     with open(stack, "a") as file:
+        faulthandler.enable(file)  # a crash in compiled code says where Python stood
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
         os.environ.update(
             ENVIRONMENT,

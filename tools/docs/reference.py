@@ -127,13 +127,13 @@ def _flag(action: argparse.Action) -> str:
 def gpus_part() -> str:
     """Return the hardware table, and the remarks and sources of each device."""
     dtypes = [dtype.partition("_")[0] for dtype in _DTYPES]
-    head = ["name", "GiB", *dtypes, "memory GB/s", "node GB/s", "network GB/s"]
+    head = ["name", "GiB", *dtypes, "bf16 reached", "memory GB/s", "node GB/s", "network GB/s"]
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     for device in devices().values():
         figures = [device.peak_flops.get(dtype) for dtype in _DTYPES]
         cells = [
             f"`{device.name}`", f"{device.usable_bytes / GIB:.1f}",
-            *(_figure(flops, 1e12) for flops in figures),
+            *(_figure(flops, 1e12) for flops in figures), _figure(device.product_flops, 1e12),
             _figure(device.memory_bytes_per_s, 1e9), _figure(device.intra_bytes_per_s, 1e9),
             _figure(device.inter_bytes_per_s, 1e9),
         ]  # fmt: skip

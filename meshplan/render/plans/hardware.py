@@ -20,6 +20,7 @@ def gpus_to_json(devices: Mapping[str, Device]) -> dict[str, Any]:
                 "name": device.name,
                 "memory_bytes": device.usable_bytes,
                 "peak_flops": dict(device.peak_flops),
+                "product_flops": device.product_flops,
                 "memory_bytes_per_s": device.memory_bytes_per_s,
                 "intra_bytes_per_s": device.intra_bytes_per_s,
                 "inter_bytes_per_s": device.inter_bytes_per_s,
