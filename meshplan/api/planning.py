@@ -237,7 +237,7 @@ def explain(
         settings = asker.settings(words[1])
         report(f"searching the best plan with each of {len(settings)} settings")
     answers = [asker.why_not(each) for each in settings]
-    if note := asker.decision.profile.note(asker.decision.spec):
+    if note := asker.decision.profile.note:
         report(note)
     by = locked(source.plan, request.read, request.graph)
     if line := lock_in_words(by, source.plan, request.read(())):

@@ -179,7 +179,7 @@ def _of_search(source: Source, args: argparse.Namespace) -> Picture:
 
     report = noting(args)
     decision = search_plan(source, report=report)
-    if note := decision.profile.note(decision.spec):
+    if note := decision.profile.note:
         report(note)
     for flag in ("module", "rank", "bytes"):
         if getattr(args, flag) is not None:

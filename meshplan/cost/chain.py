@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
+from meshplan.cost.fused_reading import FusedReading
 from meshplan.cost.reading import Reading, TapeSection, is_chosen
 from meshplan.cost.tallies import sent, tally
 from meshplan.cost.tapes import decoder_tape
@@ -48,6 +49,7 @@ def chain_of(
     loss_chunks: int = 1,
     styled: TpPlanOnTape | None = None,
     saves: Mapping[int, frozenset[str]] = MappingProxyType({}),
+    is_compiled: bool = False,
 ) -> Chain:
     """Return the chain of a decoder of a known family, as one rank of tp and ep computes it.
 
@@ -64,6 +66,7 @@ def chain_of(
         styled: The plan's tensor-parallel styles by module; None shards whatever can be sharded.
         saves: By number of a block, the words of `save:` whose ops selective recomputation saves;
             blocks that are left out save `spec.PRODUCTS`.
+        is_compiled: If True, each block is compiled with `torch.compile`.
 
     Raises:
         PlanError: The model is of no known family, or tp or ep does not divide its sizes.
@@ -109,6 +112,7 @@ def chain_of(
         seq_len=seq_len,
         element_bytes=element_bytes,
         block_keys=block_keys,
+        is_compiled=is_compiled,
     )
 
 
@@ -161,6 +165,7 @@ def chain_of_tapes(
     element_bytes: int,
     keeps: Callable[[TapeOp], bool] = is_chosen,
     block_keys: Sequence[Hashable] = (),
+    is_compiled: bool = False,
 ) -> Chain:
     """Return the chain of a model with few kinds of blocks, read from tapes that `write` makes.
 
@@ -172,14 +177,16 @@ def chain_of_tapes(
         element_bytes: Bytes per element of the compute dtype.
         keeps: Returns True if selective recomputation saves the results of an op.
         block_keys: For each block, a key that is equal for blocks of one kind; () if all are equal.
+        is_compiled: If True, each block is compiled with `torch.compile`.
 
     Assumes: apart from the first and the last block, blocks with the same key are equal.
     """
     block_keys = block_keys or (None,) * num_blocks
     shown = shown_of(block_keys)
     # The cost of two samples minus that of one is the cost per sample; the rest occurs once.
+    read = FusedReading if is_compiled else Reading
     one, two = (
-        Reading(write(len(shown), batch), seq_len, element_bytes, keeps=keeps) for batch in (1, 2)
+        read(write(len(shown), batch), seq_len, element_bytes, keeps=keeps) for batch in (1, 2)
     )
     places = list(zip(one.places(), two.places(), strict=True))
     found = _fold([_kind(*pair) for pair in places], [block_keys[n] for n in shown])
@@ -195,9 +202,7 @@ def chain_of_tapes(
     kinds: dict[Kind, int] = {}
     order = [kinds.setdefault(kind, len(kinds)) for kind in (*before, *inner, *after)]
     names = [""] * len(before) + [f"{name}.{n}" for n in range(num_blocks)] + [""] * len(after)
-    return Chain(
-        kinds=tuple(kinds), order=tuple(order), names=tuple(names), tied_numel=one.tied_numel
-    )
+    return Chain(kinds=tuple(kinds), order=tuple(order), names=tuple(names))
 
 
 def _kind(one: TapeSection, two: TapeSection) -> Kind:

@@ -138,6 +138,7 @@ def chain_of_plan(plan: Plan) -> Chain:
         styled=styled_of(plan) if tp > 1 else None,
         loss_chunks=loss_chunks_of(plan),
         saves={n: kept for n, kept in saves_of(plan).items() if kept != frozenset(PRODUCTS)},
+        is_compiled=plan.spec.compile,
     )
     return with_optimizer(found, plan.graph, plan.spec.optimizer)
 

@@ -24,8 +24,6 @@ from meshplan.spec.values import join
 
 _FILE: Final = Path(__file__).with_name("profiles.json")
 _EAGER: Final = "hf-eager"
-_COMPILED: Final = "torchtitan-compiled"
-"""The framework in `PROFILES` whose runs had compiled blocks."""
 
 HOST_BYTES_PER_S: Final = 60e9
 """Memory bandwidth that the processors of one node reach together, in bytes per second.
@@ -115,22 +113,16 @@ class Profile:
     residual: float | None = None
     num_runs: int = 0
 
-    def note(self, spec: Spec) -> str:
-        """Return what to know about the step times of a plan by these constants, as one sentence.
+    @property
+    def note(self) -> str:
+        """What to know about step times by these constants, as one sentence.
 
-        It says whose constants they are, which network was assumed, and that compiled blocks are
-        priced as eager ones. "" for generic constants, links that the plan states, eager blocks.
+        It says whose constants they are and which network was assumed; "" for generic constants
+        and links that the plan states.
         """
         whose = f" by constants for {self.framework}" if self.framework in PROFILES else ""
         assumed = f" assuming {self.assumed_network}" if self.assumed_network else ""
-        estimated = f"step times are estimated{whose}{assumed}" if whose or assumed else ""
-        return "; ".join(filter(None, (estimated, self.eager_note(spec))))
-
-    def eager_note(self, spec: Spec) -> str:
-        """Return a warning that compiled blocks are priced as eager ones; "" if none are."""
-        if not spec.compile or self.framework == _COMPILED:
-            return ""
-        return "step times are those of eager blocks; compiled ones usually take less"
+        return f"step times are estimated{whose}{assumed}" if whose or assumed else ""
 
 
 GENERIC: Final[Mapping[str, float]] = MappingProxyType(
@@ -193,10 +185,10 @@ def runs_of(framework: str, device: str) -> Mapping[str, Any] | None:
 def framework_of(spec: Spec, graph: ModelGraph, device: str | None = None) -> str:
     """Return the name in `PROFILES` of the code that runs a plan's step.
 
-    Without a statement of the plan, it follows from the model: modules of transformers run eagerly
-    under the wrappers of meshplan, as the runs of hf-eager did. Compiled blocks are priced as eager
-    ones (`Profile.eager_note`). On a GPU that those runs did not have, their error is not known,
-    and published H100 runs are slower: there, and for other models, the constants are generic.
+    Without a statement of the plan, it follows from the model: modules of transformers run under
+    the wrappers of meshplan, as the runs of hf-eager did. On a GPU that those runs did not have,
+    their error is not known, and published H100 runs are slower: there, and for other models, the
+    constants are generic.
 
     Args:
         spec: The plan's spec.

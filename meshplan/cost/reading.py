@@ -118,7 +118,6 @@ class Reading:
         marked = [(f"@{n}", start, end) for n, (_, start, end) in enumerate(self._units)]
         self._marked = replace(tape, rows=rows, units=marked, spans=[])
         self._readers = Counter(grad.value for row in rows for grad in row.grads)
-        self.tied_numel = self._tied()
 
     def places(self) -> list[TapeSection]:
         """Return the sections in order: before the blocks, each block, after them."""
@@ -126,7 +125,7 @@ class Reading:
         seen: set[str] = set()
         out = []
         for number, (name, start, end) in enumerate(self._units):
-            rows = range(start, end)
+            forward, backward, recompute = self._work_of(name, start, end)
             parameters = self._parameters(start, end)
             attentions = [row for row in self._tape.rows[start:end] if row.op == "attention"]
             stacks = [row for row in self._tape.rows[start:end] if row.op == "grouped_mm"]
@@ -136,9 +135,7 @@ class Reading:
                 TapeSection(
                     name=name or self._owner(start, end),
                     is_block=bool(name), numels=numels,
-                    forward=self._sum(self._forward(n) for n in rows),
-                    backward=self._sum(self._backward(n) for n in rows),
-                    recompute=self._recompute(start, end) if name else (WorkCounts(),) * 3,
+                    forward=forward, backward=backward, recompute=recompute,
                     saved_bytes=tuple(h[number][0] for h in memory),  # type: ignore[arg-type]
                     transient_bytes=tuple(h[number][1] for h in memory),  # type: ignore[arg-type]
                     boundary_bytes=self._boundary(start, end),
@@ -176,6 +173,20 @@ class Reading:
         return WorkCounts(*map(sum, columns)) if columns else WorkCounts()
 
     # Work
+
+    def _work_of(
+        self, name: str, start: int, end: int
+    ) -> tuple[WorkCounts, WorkCounts, tuple[WorkCounts, WorkCounts, WorkCounts]]:
+        """Return the work of a section in forward, in backward, and of its recomputation.
+
+        Args:
+            name: Fqn of the block; "" outside of the blocks.
+            start, end: Number of its first op, and of the op after its last one.
+        """
+        rows = range(start, end)
+        recompute = self._recompute(start, end) if name else (WorkCounts(),) * 3
+        forward, backward = map(self._forward, rows), map(self._backward, rows)
+        return self._sum(forward), self._sum(backward), recompute
 
     def _size(self, value: int) -> int:
         """Return the bytes of a value of the tape."""
@@ -357,21 +368,26 @@ class Reading:
         return out
 
     def _recompute(self, start: int, end: int) -> tuple[WorkCounts, WorkCounts, WorkCounts]:
-        """Return the work of recomputing a section, by index into `grid.RECOMPUTE`.
+        """Return the work of recomputing a section, by index into `grid.RECOMPUTE`."""
+        runs = self._recomputed(start, end)
+        chosen = [n for n in runs if not self._marked.rows[n].is_kept]
+        return (
+            WorkCounts(),
+            self._sum(self._forward(n) for n in chosen),
+            self._sum(self._forward(n) for n in runs),
+        )
 
-        Recomputation stops at the last tensor that is saved for backward.
+    def _recomputed(self, start: int, end: int) -> list[int]:
+        """Return the ops that recomputation of a section runs, by number.
+
+        It stops at the last tensor that is saved for backward.
         """
         rows = self._marked.rows
         last = max((n for n in range(start, end) if rows[n].keeps), default=start)
         runs = [n for n in range(start, last) if rows[n].makes]
         if set(rows[last].keeps) & set(rows[last].makes):
             runs.append(last)
-        chosen = [n for n in runs if not rows[n].is_kept]
-        return (
-            WorkCounts(),
-            self._sum(self._forward(n) for n in chosen),
-            self._sum(self._forward(n) for n in runs),
-        )
+        return runs
 
     def _boundary(self, start: int, end: int) -> int:
         """Return the bytes of a section's results that get a gradient from later sections."""
@@ -379,13 +395,6 @@ class Reading:
         made = {v for row in tape.rows[start:end] for v in row.makes}
         read = {g.value for row in tape.rows[end:] for g in row.grads}
         return sum(tape.nbytes[value] for value in made & read)
-
-    def _tied(self) -> int:
-        """Return the elements of parameters that both the first and the last section read."""
-        (_, *first_rows), (_, *last_rows) = self._units[0], self._units[-1]
-        first, last = self._parameters(*first_rows), self._parameters(*last_rows)
-        both = first.keys() & last.keys() if len(self._units) > 1 else set()
-        return sum(first[fqn] for fqn in both) // self._element_bytes
 
     # Memory
 

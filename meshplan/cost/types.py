@@ -130,12 +130,11 @@ class Chain:
     """A model as a sequence of places: each block, and the modules before and after the blocks.
 
     Args:
-        kinds: The distinct kinds of the places.
+        kinds: The distinct kinds of the places. A parameter that several places read is in the
+            `numels` of the first: its copy in a later pipeline stage is in memory, and is not in
+            the seconds.
         order: For each place in the order of forward, the index of its kind in `kinds`.
         names: For each place, the fqn of the block; "" before and after the blocks.
-        tied_numel: Elements of the embedding table if the last place reads it, too; else 0. Only
-            the first place has it in its `numels`. If a pipeline separates the two places, the
-            stages of both have a copy.
         backward_bytes: For each place, by index into `grid.RECOMPUTE`, the most bytes that its
             backward needs for one sample beyond the bytes that the places before it saved; ()
             before and after the blocks. The whole field is () if this is not known.
@@ -148,7 +147,6 @@ class Chain:
     kinds: tuple[BlockKind, ...]
     order: tuple[int, ...]
     names: tuple[str, ...]
-    tied_numel: int = 0
     backward_bytes: tuple[tuple[float, ...], ...] = ()
     starts: tuple[bool, ...] = ()
     saves_outputs: bool = False

@@ -238,7 +238,7 @@ def about_choice(decision: Decision, why_not: Sequence[WhyNot]) -> Iterator[str]
         known = f"no configuration is more than {decision.gap:.1%} {better} than the best found"
         known = "no plan that fits was found" if chosen is None else known
         yield paragraph(f"Search incomplete ({end}): {found}; {known}.")
-    if note := decision.profile.note(decision.spec):
+    if note := decision.profile.note:
         yield paragraph(f"{note[0].upper()}{note[1:]}.")
     evaluated_plans = {
         id(evaluated): evaluated

@@ -33,7 +33,7 @@ from meshplan.runtime.live.planned import request_of_entry
 from meshplan.runtime.live.traced import TracedModel
 from meshplan.spec.reader import load_spec
 from tests.helpers import planned
-from tests.helpers.eager_figures import check_eager_figures
+from tests.helpers.compiled_figures import check_compiled_figures
 
 
 def plan_of(name: str, **fields: Any) -> dict[str, Any]:
@@ -387,13 +387,13 @@ def test_what_multiplies_in_another_dtype_is_planned(entry, precision, shape, tm
     )
 
 
-def test_compiled_blocks_are_planned_by_what_eager_ones_take(tmp_path):
+def test_compiled_blocks_are_planned_as_faster_within_the_memory_of_eager_ones(tmp_path):
     decisions = []
     for is_compiled in (False, True):
         path = tmp_path / f"{is_compiled}.yaml"
         path.write_text(json.dumps(plan_of("vit", compile=is_compiled)))
         decisions.append(search_plan(path))
-    check_eager_figures(*decisions)
+    check_compiled_figures(*decisions)
     found = checking.estimate_memory(path, overrides(decisions[1].chosen.stated))
     assert found.bound
     assert found.worst.band == decisions[1].chosen.memory.worst.band

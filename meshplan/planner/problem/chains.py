@@ -146,5 +146,6 @@ class Chains:
             ep=ep,
             styled=styled_of(plan) if tp > 1 else None,
             loss_chunks=loss_chunks_of(plan),
+            is_compiled=plan.spec.compile,
         )
         return with_optimizer(found, self._graph, self._spec.optimizer)

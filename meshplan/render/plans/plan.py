@@ -70,7 +70,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
             "residual": decision.profile.residual,
             "runs": _runs(decision.profile),
             "assumed_network": decision.profile.assumed_network or None,
-            "note": decision.profile.note(decision.spec) or None,
+            "note": decision.profile.note or None,
             "file": str(decision.profile_path) if decision.profile_path else None,
         },
     }
@@ -271,8 +271,6 @@ def _speed(decision: Decision, chosen: Evaluated) -> list[str]:
     if precision := chosen.plan.assumed_precision:
         asked = "`explain why-not precision=bf16-mixed` compares another one"
         lines += wrapped(f"        assumed: precision {precision}; {asked}", 8)
-    if note := profile.eager_note(chosen.plan.spec):
-        lines += wrapped(f"        {note}", 8)
     return lines
 
 

@@ -180,7 +180,7 @@ def watch_rank(
         nonlocal is_whole
         is_whole = set(blocks) <= set(names.values())
         every = blocks if is_whole else shown.values()
-        return KernelCounter(names, behaviour, every, plan.mesh)
+        return KernelCounter(names, behaviour, every, plan.mesh, is_compiled=plan.spec.compile)
 
     observer = Observer(make_counter, blocks)
     with warnings.catch_warnings():
@@ -241,7 +241,9 @@ class _CostWatch:
             cast_parameters(fake_model.train(), plain)
             apply_chunked_loss(fake_model, plain)()
             names = names_of(self._wrapped)
-            self._tracker = KernelCounter(names, behaviour, self._shown().values())
+            self._tracker = KernelCounter(
+                names, behaviour, self._shown().values(), is_compiled=self._plans[0].spec.compile
+            )
             self._of_params = note_state(self._tracker, self._wrapped, ())
             self._recorder = hook_points_of(self._wrapped, self._plans[0], self._tracker)
             shown = dict.fromkeys(self._shown().values())

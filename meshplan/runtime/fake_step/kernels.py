@@ -3,18 +3,20 @@
 Operators are counted below autograd, where one operator is about one kernel. The FLOPs of matrix
 products, convolutions and attention follow from their shapes. All other operators cost the bytes
 that they read and write in device memory; views cost nothing. Communication along tp is counted
-separately, as are the all-reduces of synchronized BatchNorms.
+separately, as are the all-reduces of synchronized BatchNorms. In compiled blocks, operators between
+products are counted as the fused kernels that they become (`meshplan.cost.fusion`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
+from meshplan.cost.fusion import Access, FusedTraffic, Pass
 from meshplan.layout.mesh import Mesh
 from meshplan.runtime.base.pytree import given_to
 from meshplan.runtime.fake_step.cuda_mode import Behaviour
@@ -31,9 +33,14 @@ attention."""
 _CONVOLVES: Final = frozenset({_ops.convolution, _ops.convolution_backward})
 _LOOKS_UP: Final = frozenset({_ops.embedding, _ops.index_select, _ops.gather, _ops.index})
 """Lookups in a table, which read only as many bytes of the table as they write."""
-_MAKES_NOTHING: Final = frozenset({_ops.empty, _ops.empty_like, _ops.empty_strided, _ops.new_empty,
-                                   _ops.new_empty_strided, _ops.detach, _ops.alias,
-                                   _ops._unsafe_view, _ops.lift_fresh})  # fmt: skip
+_OWN_KERNEL: Final = frozenset({_ops.sort, _ops.topk, _ops.cumsum, _ops.nonzero, _ops.scatter,
+                                _ops.scatter_add, _ops.index_put, _ops.index_put_, _ops.bincount,
+                                _ops.histc})  # fmt: skip
+"""Operators without products that torch.compile does not fuse with others."""
+_EMPTY: Final = frozenset({_ops.empty, _ops.empty_like, _ops.empty_strided, _ops.new_empty,
+                           _ops.new_empty_strided})  # fmt: skip
+"""Operators that make memory without values, which a later operator writes."""
+_MAKES_NOTHING: Final = _EMPTY | {_ops.detach, _ops.alias, _ops._unsafe_view, _ops.lift_fresh}
 """Operators that start no kernel. `_unsafe_view` is a view that its schema does not declare."""
 
 
@@ -106,6 +113,7 @@ class KernelCounter(MemoryTracker):
         behaviour: Behaviour of the device that tensors stand for.
         blocks: The fqns of the model's blocks.
         mesh: Mesh of the ranks; None for a single rank.
+        is_compiled: If True, each block is compiled with `torch.compile`.
 
     Attributes:
         done: Work by place, since `forget`.
@@ -119,8 +127,12 @@ class KernelCounter(MemoryTracker):
         behaviour: Behaviour,
         blocks: Collection[str],
         mesh: Mesh | None = None,
+        *,
+        is_compiled: bool = False,
     ) -> None:
         super().__init__(names, behaviour)
+        self._is_compiled = is_compiled
+        self._fused = FusedTraffic()
         self._mesh = mesh
         self._blocks = frozenset(blocks)
         self._block_of: dict[str, str] = {}
@@ -135,6 +147,7 @@ class KernelCounter(MemoryTracker):
         self.done = defaultdict(OperatorWork)
         self.convolved = 0.0
         self._last = ""
+        self._fused = FusedTraffic()
 
     @property
     def convolved_share(self) -> float:
@@ -159,8 +172,12 @@ class KernelCounter(MemoryTracker):
             if func.namespace != "aten":
                 self.unknown.add(str(func))
             done = _done(func, args, kwargs or {}, out)
+            if self._is_compiled and func.overloadpacket in _EMPTY:
+                done = OperatorWork()
         if done is not None:
             where = self._where()
+            if self._is_compiled:
+                done = self._compiled(where, func, given_to((args, kwargs or {})), out, done)
             self.done[where] = self.done[where].plus(done)
             self.convolved += done.flops if func.overloadpacket in _CONVOLVES else 0.0
         return out
@@ -180,6 +197,43 @@ class KernelCounter(MemoryTracker):
         if route.axes == ("ep",) and route.kind == "all_to_all":
             return OperatorWork(all_to_alls=1, all_to_all_bytes=route.num_bytes)
         return None
+
+    def _compiled(
+        self, where: Where, func: Any, given: list[torch.Tensor], out: Any, done: OperatorWork
+    ) -> OperatorWork:
+        """Return the work of an operator of a model whose blocks are compiled.
+
+        Args:
+            where: Where it counts.
+            func, out: The operator and its result.
+            given: The tensors that it was given.
+            done: Its work in eager mode.
+        """
+        # Only the recomputation of a forward needs gradients in backward.
+        again = "again" if torch.is_grad_enabled() else "backward"
+        code = Pass(where.block, again if where.is_backward else "forward")
+        made = given_to(out)
+        is_moving = func.namespace == "aten" and not done.flops
+        if where.is_after or not is_moving or func.overloadpacket in _OWN_KERNEL:
+            makes = () if where.is_after else map(self._key, made)
+            written = self._fused.run(code, [*map(self._key, given)], makes)
+            return done._replace(moved_bytes=done.moved_bytes + written)
+        reads = [self._access(tensor) for tensor in given if func.overloadpacket not in _EMPTY]
+        if func.overloadpacket in _LOOKS_UP:
+            reads[0] = reads[0]._replace(nbytes=float(sum(map(_bytes_of, made))))
+        kernels, moved = self._fused.fuse(code, reads, map(self._access, made))
+        return OperatorWork(kernels, moved_bytes=moved)
+
+    def _key(self, tensor: torch.Tensor) -> Hashable:
+        """Return a key of a tensor's memory that no later tensor has."""
+        return self.numbers_of(tensor) or tensor.untyped_storage()._cdata
+
+    def _access(self, tensor: torch.Tensor) -> Access:
+        return Access(
+            self._key(tensor),
+            (tensor.storage_offset(), tensor.numel()),
+            float(_bytes_of(tensor)),
+        )
 
     def _where(self) -> Where:
         is_backward = self.phases[-1] == "backward"
