@@ -27,15 +27,18 @@ class FusedReading(Reading):
     ) -> tuple[WorkCounts, WorkCounts, tuple[WorkCounts, WorkCounts, WorkCounts]]:
         if not name:
             return super()._work_of(name, start, end)
-        traffic, again = FusedTraffic(), FusedTraffic()
+        traffic, runs = FusedTraffic(), self._recomputed(start, end)
+        chosen = [number for number in runs if not self._marked.rows[number].is_kept]
         forward = self._fused_forward(traffic, _FORWARD, range(start, end))
         read_later = {self._tape.base[v] for row in self._tape.rows[end:] for v in row.reads}
         forward = forward.plus(_moved(traffic.run(_FORWARD, sorted(read_later))))
         self._fuses_sums = True
         backward = self._fused_backward(traffic, start, end)
         self._fuses_sums = False
-        whole = self._fused_forward(again, _AGAIN, self._recomputed(start, end))
-        return forward, backward, (WorkCounts(), whole, whole)
+        selective, full = (
+            self._fused_forward(FusedTraffic(), _AGAIN, each) for each in (chosen, runs)
+        )
+        return forward, backward, (WorkCounts(), selective, full)
 
     def _has_own_kernel(self, row: TapeOp) -> bool:
         """Return True for an op that is not fused with others."""

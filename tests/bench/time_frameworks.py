@@ -43,7 +43,11 @@ from tests.bench.time_tapes import CORE, megatron_tape
 def _chain(key: tuple[Any, ...], layers: int, seq_len: int) -> Chain:
     """Chains are dear to read; `key` begins with the name of a writer."""
     write, keeps = _WRITERS[key[0]](*key[1:], seq_len)
-    return chain_of_tapes(write, num_blocks=layers, seq_len=seq_len, element_bytes=2, keeps=keeps)
+    is_compiled = key[0] == "titan" and key[3]
+    return chain_of_tapes(
+        write, num_blocks=layers, seq_len=seq_len, element_bytes=2, keeps=keeps,
+        is_compiled=is_compiled,
+    )  # fmt: skip
 
 
 def _kept(row: TapeRow) -> bool:
