@@ -1,13 +1,14 @@
 """Plan models that are of no transcribed family, run each chosen plan, and price plans by hand.
 
-    python -m tests.bench.planned_zoo [--only 'bert*'] [--json FILE] [--write]
+    python -m tests.bench.planned_zoo [--only 'bert*'] [--ranks 4] [--json FILE] [--write]
 
 Each model has the width of its config's default and more blocks, is built on meta, and planned for
 2 nodes of 4 GPUs. Plans that an engineer would write by hand are priced: none that fits may be
 faster than the chosen one by more than the planner gives up for a simpler plan. The chosen plan is
-then trained on 8 gloo ranks as `meshplan verify` does (fewer blocks, float32): losses, norms and
+then trained on gloo ranks as `meshplan verify` does (fewer blocks, float32): losses, norms and
 every parameter against one process, and the bytes of every rank and its collectives against those
-predicted.
+predicted. `verify` makes every axis 2; here data axes are as long as they are planned, up to
+--ranks ranks.
 
 With --json, results are appended to a file, and models that stand in it are not run again. --write
 makes planned_zoo.md. Exit code 1 if anything is wrong.
@@ -24,7 +25,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -34,11 +35,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import meshplan
+from meshplan.api.source import source_of
 from meshplan.errors import MeshplanError
+from meshplan.plan.verdict import Verdict
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.objectives.simplify import SLACK
 from meshplan.planner.solve.search import TOLERANCE
 from meshplan.render.base.text import columns
+from meshplan.runtime.estimate.scale_down import model_source_of, shrink
+from meshplan.runtime.verify.verify import verify
+from meshplan.spec.strategies import resolve_mesh
 from tests.bench.planned_live import UNet
 
 PAGE: Final = Path(__file__).with_suffix(".md")
@@ -262,7 +268,12 @@ class Planned:
         seconds: Seconds of a step under the chosen plan.
         search_s: Seconds that the search took.
         gap: Share by which some plan may be faster.
+        ranks: Number of gloo ranks that the chosen plan was trained on.
         apart: Largest difference between the run and one process, as a share of what is allowed.
+        loss_apart: Largest difference between losses of the run and of one process, relative to the
+            loss.
+        held_bytes: Bytes of parameters, gradients and optimizer states that all ranks held.
+        sent_bytes: Bytes of the collectives that all ranks issued in a step.
         by_hand: Seconds of each plan by hand, or why it has none.
     """
 
@@ -272,7 +283,11 @@ class Planned:
     seconds: float = 0.0
     search_s: float = 0.0
     gap: float = 0.0
+    ranks: int = 0
     apart: float = 0.0
+    loss_apart: float = 0.0
+    held_bytes: int = 0
+    sent_bytes: int = 0
     by_hand: Mapping[str, float | str] = field(default_factory=dict)
     why: str = ""
 
@@ -299,8 +314,8 @@ def words_of(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(name: str, ranks: int = 8) -> Planned:
-    """Plan a model, train the chosen plan on small ranks, and price plans by hand."""
+def run(name: str, ranks: int) -> Planned:
+    """Plan a model, price plans by hand, and train the chosen plan on at most `ranks` ranks."""
     words = words_of(name)
     began = time.monotonic()
     try:
@@ -321,18 +336,45 @@ def run(name: str, ranks: int = 8) -> Planned:
         by_hand[plan] = _price(words, more)
     known["by_hand"] = by_hand
     try:
-        verdict = meshplan.verify_plan(words, [*stated, "precision=32-true"], max_ranks=ranks)
+        verdict = _trained(words, stated, ranks)
     except MeshplanError as error:
         return Planned(name, "not run", **known, why="; ".join(e.what for e in error.problems))
     if verdict.together is None or verdict.alone is None:
         return Planned(name, "not run", **known, why=str(verdict)[:500])
-    known["apart"] = max(c.difference / c.allowed for c in verdict.comparisons() if c.allowed)
+    compared = verdict.comparisons()
+    known |= {
+        "ranks": verdict.world,
+        "apart": max(c.difference / c.allowed for c in compared if c.allowed),
+        "loss_apart": max(
+            c.difference / abs(c.alone) for c in compared if c.what == "loss" and c.alone
+        ),
+        "held_bytes": sum(sum(astuple(rank.measured)) for rank in verdict.ranks),
+        "sent_bytes": sum(rank.collective_bytes for rank in verdict.ranks),
+    }
     if not verdict.is_ok:
         return Planned(name, "wrong", **known, why=str(verdict)[:500])
     found = Planned(name, "ok", **known)
     if min(found.fitting, default=math.inf) < chosen.seconds * (1 - LIMIT):
         return replace(found, outcome="beaten")
     return found
+
+
+def _trained(words: Mapping[str, Any], stated: Sequence[str], ranks: int) -> Verdict:
+    """Train a plan on ranks as `meshplan verify` does, with longer data axes."""
+    source = source_of(words, [*stated, "precision=32-true"])
+    spec = source.spec
+    small = shrink(spec, model_source_of(spec, None, None))
+    planned, _ = resolve_mesh(spec)
+    assert isinstance(small.spec.mesh, Mapping)
+    sizes = dict(small.spec.mesh)
+    for axis in ("dp_shard", "dp_replicate"):
+        while (
+            math.prod(sizes.values()) * 2 <= ranks
+            and sizes.get(axis, 1) > 1
+            and planned.size(axis) % (sizes[axis] * 2) == 0
+        ):
+            sizes[axis] *= 2
+    return verify(replace(small, spec=replace(small.spec, mesh=sizes)), lambda line: None)
 
 
 def _price(words: Mapping[str, Any], more: Mapping[str, Any]) -> float | str:
@@ -351,36 +393,30 @@ def _price(words: Mapping[str, Any], more: Mapping[str, Any]) -> float | str:
 
 def page(results: Sequence[Planned]) -> str:
     """Return planned_zoo.md."""
-    rows = [
-        (
-            "model",
-            "chosen for 2 x 4 GPUs",
-            "step",
-            "search",
-            "gap",
-            "apart",
-            "by hand: fit, best",
-            "",
-        )
-    ]
+    rows = [(
+        "model", "chosen for 2 x 4 GPUs", "step", "search", "gap",
+        "ranks", "loss apart", "of limit", "by hand", "best", "",
+    )]  # fmt: skip
     for each in results:
         best = min(each.fitting, default=0.0)
         rows.append((
             each.name, each.chosen, f"{each.seconds * 1e3:.0f} ms", f"{each.search_s:.0f} s",
-            f"{each.gap:.2%}", f"{each.apart:.2f}",
+            f"{each.gap:.2%}", str(each.ranks), f"{each.loss_apart:.0e}", f"{each.apart:.2f}",
             f"{len(each.fitting)} of {len(each.by_hand)}",
             f"{best / each.seconds:.2f}" if best else "",
             each.outcome if each.outcome != "ok" else "",
         ))  # fmt: skip
-    table = "\n".join(columns(rows, "<<>>>>>><"))
+    table = "\n".join(columns(rows, "<<>>>>>>>><"))
     counts = Counter(each.outcome for each in results)
     return f"""# Plans for models of no known family
 
 `python -m tests.bench.planned_zoo --write`: {len(results)} models, {counts["ok"]} ok. Steps are
-those that the planner predicts for two nodes of four {_GPU}. "apart": the largest difference of the
-chosen plan on 8 gloo ranks from one process, as a share of what `meshplan verify` allows. "by
-hand": how many of {len(_BY_HAND)} plans written by hand fit; "best": the seconds of the fastest of
-them, as a multiple of those of the chosen plan.
+those that the planner predicts for two nodes of four {_GPU}. The chosen plan then trained for three
+steps on as many gloo "ranks". "loss apart": the largest difference of a loss from that of one
+process, relative to the loss; "of limit": the largest difference of a loss, a gradient norm or a
+parameter, as a share of what `meshplan verify` allows. Bytes that ranks held and sent are equal to
+those predicted. "by hand": how many of {len(_BY_HAND)} plans written by hand fit; "best": the
+seconds of the fastest of them, as a multiple of those of the chosen plan.
 
 ```
 {table}
@@ -391,6 +427,7 @@ them, as a multiple of those of the chosen plan.
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", default="*")
+    parser.add_argument("--ranks", type=int, default=4, help="most gloo ranks (default 4)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     args = parser.parse_args(arguments)
@@ -403,7 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name in done:
             continue
         try:
-            found = run(name)
+            found = run(name, args.ranks)
         except Exception:
             found = Planned(name, "error", why=traceback.format_exc()[-1500:])
         done[name] = found

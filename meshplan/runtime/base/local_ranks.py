@@ -2,7 +2,8 @@
 
 The processes are forked from a server process that has imported torch, so that eight of them start
 in tenths of a second. No process outlives the run: all are killed when a rank raises or dies, when
-no rank sends anything for two minutes, on Ctrl-C, and when this process dies.
+no rank sends anything for two minutes (longer, if a rank announced long work), on Ctrl-C, and when
+this process dies.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import resource_tracker
@@ -31,6 +32,10 @@ from meshplan.errors import ApplyError, MeshplanError, Problem
 
 SILENCE_S: Final = 120.0
 """Seconds without a message from any rank before all ranks are ended."""
+_PATIENCE: Final = 10.0
+"""Factor by which announced work may take longer than expected: the machine may be busy."""
+_COLLECTIVE_LIMIT: Final = timedelta(days=1)
+"""Longest wait of a rank for the others. Far above every silence, after which ranks are ended."""
 _GRACE_S: Final = 1.0
 """Seconds in which other ranks may still report after a failure: theirs may be the cause of it."""
 
@@ -42,6 +47,19 @@ _PRELOAD: Final = (
 )
 
 Send = Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A message of a rank about what it does next, so that the others are given the time for it.
+
+    Args:
+        what: The work, as in "a step in one process".
+        seconds: The expected seconds.
+    """
+
+    what: str
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +94,16 @@ def run_ranks(
         world: Number of ranks.
         per_node: Number of ranks that count as one node.
         function: A function of an importable module. It is called with torch.distributed
-            initialised; each value that it passes to `send` is yielded here.
+            initialised; each value that it passes to `send` is yielded here. Before work that may
+            take minutes, it sends a `Work`.
         args: Further arguments of `function`, which are pickled.
 
     Yields:
         Pairs (rank, value sent), in the order of arrival, until every rank has returned.
 
     Raises:
-        ApplyError: A rank raised or died, or no rank sent anything for `SILENCE_S` seconds.
+        ApplyError: A rank raised or died, or no rank sent anything for `SILENCE_S` seconds, and
+            for 10 times the seconds of the work that the ranks announced last.
     """
     prepare()
     # This process serves the store of the rendezvous: port 0 lets the system choose a free port,
@@ -113,14 +133,13 @@ def run_ranks(
 def _listen(ranks: list[_Rank]) -> Iterator[tuple[int, Any]]:
     by_connection = {each.connection: number for number, each in enumerate(ranks)}
     failures: dict[int, Problem] = {}
+    works: dict[int, Work] = {}
     deadline = time.monotonic() + SILENCE_S
     while by_connection:
         remaining = deadline - time.monotonic()
         ready = wait(list(by_connection), max(0.0, remaining))
         if not ready:
             break
-        if not failures:
-            deadline = time.monotonic() + SILENCE_S
         for connection in ready:
             assert isinstance(connection, Connection)
             rank = by_connection[connection]
@@ -130,13 +149,18 @@ def _listen(ranks: list[_Rank]) -> Iterator[tuple[int, Any]]:
                 ranks[rank].process.join()
                 kind, value = "died", ranks[rank].process.exitcode
             if kind == "sent":
+                if isinstance(value, Work):
+                    works[rank] = value
                 yield rank, value
                 continue
             del by_connection[connection]
+            works.pop(rank, None)
             if kind != "returned":
                 failures[rank] = _problem(rank, kind, value)
         if failures:
             deadline = min(deadline, time.monotonic() + _GRACE_S)
+        else:
+            deadline = time.monotonic() + _silence_s(works)
     if failures:
         # The death of a rank makes the collectives of the others raise, so a death is reported
         # rather than an error, and else the failure of the lowest rank.
@@ -145,7 +169,16 @@ def _listen(ranks: list[_Rank]) -> Iterator[tuple[int, Any]]:
         )
     if by_connection:
         silent = ", ".join(map(str, sorted(by_connection.values())))
-        raise ApplyError(Problem(f"ranks {silent} sent no result for {SILENCE_S:.0f} s"))
+        what = f"ranks {silent} sent no result for {_silence_s(works):.0f} s"
+        if works:
+            rank, work = max(works.items(), key=lambda item: item[1].seconds)
+            what += f"; rank {rank} began {work.what}, which was to take {work.seconds:.1f} s"
+        raise ApplyError(Problem(what))
+
+
+def _silence_s(works: Mapping[int, Work]) -> float:
+    """Return the seconds for which all ranks may be silent, by the last announcement of each."""
+    return max([SILENCE_S, *(_PATIENCE * work.seconds for work in works.values())])
 
 
 def _problem(rank: int, kind: str, value: Any) -> Problem:
@@ -203,7 +236,9 @@ def _join() -> None:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(host, port, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=_COLLECTIVE_LIMIT
+    )
 
 
 def begin_child() -> None:

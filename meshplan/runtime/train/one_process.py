@@ -9,6 +9,7 @@ second time, with simulated rounding. The two trainings differ by the effect of 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ _SLOWER: Final = 0.25
 """Factor by which the learning rate is lowered after an unstable training."""
 _TRIES: Final = 6
 """Largest number of learning rates tried."""
+
+OnStep = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,30 +111,44 @@ class Trial(NamedTuple):
         shapes: Shapes of the model's results for two samples.
         rate: Learning rate at which one step changes the weights by 2 %, measured by their norm.
         unused: Names of the trainable parameters that got no gradient.
+        sample_s: Seconds of the forward and backward of one sample.
     """
 
     shapes: list[tuple[int, ...]]
     rate: float
     unused: frozenset[str]
+    sample_s: float
 
 
-def prepare(model: nn.Module, spec: Spec) -> Trial:
+def prepare(
+    model: nn.Module, spec: Spec, announce: Callable[[float], None] = lambda seconds: None
+) -> Trial:
     """Run one forward and backward of a model, for what training it needs to know.
+
+    Args:
+        model: The model; its gradients are deleted.
+        spec: The plan's spec, which states the inputs.
+        announce: Called after the first forward with the seconds that the rest may take.
 
     Raises:
         ValueError: The output has no floating-point tensors of samples, the forward is random, or
             no parameter gets a gradient.
     """
     inputs = in_dtype_of(model, sample_inputs(model, spec, 2, 0))
+    began = time.monotonic()
     first = results(call(model, inputs))
+    forward_s = time.monotonic() - began
+    announce(4 * forward_s)
     second = results(call(model, inputs))
     if not first or any(t.shape[0] != 2 for t in first):
         raise ValueError("its output has no floating-point tensors with the samples along dim 0")
     if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
         raise ValueError("its forward draws random numbers: two calls on the same inputs differ")
     shapes = [tuple(t.shape) for t in first]
+    began = time.monotonic()
     targets = sample_targets(shapes, 2, 0, are_classes=spec.loss_parallel or spec.loss_chunks != 1)
     sample_loss(first, targets).backward()
+    sample_s = (forward_s + time.monotonic() - began) / 2
     moved = [p for p in model.parameters() if p.grad is not None]
     named = model.named_parameters()
     unused = frozenset(name for name, p in named if p.requires_grad and p.grad is None)
@@ -140,26 +157,27 @@ def prepare(model: nn.Module, spec: Spec) -> Trial:
     model.zero_grad()
     if not gradients > 0:
         raise ValueError("no parameter gets a gradient")
-    return Trial(shapes, float(_RELATIVE_UPDATE * weights / gradients), unused)
+    return Trial(shapes, float(_RELATIVE_UPDATE * weights / gradients), unused, sample_s)
 
 
-def train_alone(batches: Batches, rate: float) -> OneProcess:
+def train_alone(batches: Batches, rate: float, on_step: OnStep = lambda: None) -> OneProcess:
     """Train copies of the model, at ever lower learning rates until every training is stable.
 
     Args:
         batches: The global batches.
         rate: The learning rate to begin with; at most `_TRIES` are tried.
+        on_step: Called before each step.
     """
     plan = batches.plan
-    untrained = _train(copy.deepcopy(batches.model), batches, 0.0)
+    untrained = _untrained_losses(copy.deepcopy(batches.model), batches, on_step)
     for number in range(_TRIES):
         rate *= _SLOWER if number else 1.0
         model = copy.deepcopy(batches.model)
-        trainings, models = [_train(model, batches, rate)], [model]
+        trainings, models = [_train(model, batches, rate, on_step)], [model]
         for seed in range(1 if is_half(plan) else _NOISY):
             models.append(copy.deepcopy(batches.model))
             with _rounding(models[-1], plan, seed) as round_stored:
-                trainings.append(_train(models[-1], batches, rate, round_stored))
+                trainings.append(_train(models[-1], batches, rate, on_step, round_stored))
         if all(_is_stable(training, untrained) for training in trainings):
             break
     return OneProcess(
@@ -171,26 +189,52 @@ def train_alone(batches: Batches, rate: float) -> OneProcess:
     )
 
 
-def _is_stable(training: TrainingRun, untrained: TrainingRun) -> bool:
-    """Return True if no loss is NaN or far above that of the untrained model, `untrained`."""
-    pairs = zip(training.losses, untrained.losses, strict=True)
+def num_steps_alone(plan: Plan) -> int:
+    """Return the number of steps in one process if the first learning rate is stable."""
+    return STEPS * (2 + (1 if is_half(plan) else _NOISY))
+
+
+def _is_stable(training: TrainingRun, untrained: list[float]) -> bool:
+    """Return True if no loss is NaN or far above that of the untrained model on the same batch."""
+    pairs = zip(training.losses, untrained, strict=True)
     return all(loss <= _MOST_GROWTH * before for loss, before in pairs)
+
+
+def _untrained_losses(model: nn.Module, batches: Batches, on_step: OnStep) -> list[float]:
+    """Return the losses of the batches of all steps before any training."""
+    losses = []
+    for step in range(STEPS):
+        on_step()
+        parts = _parts(model, batches.plan, batches.of(step, model))
+        with torch.no_grad():
+            found = [sample_loss(call(model, inputs), targets) for inputs, targets, _ in parts]
+        losses.append(float(torch.stack(found).mean()))
+    return losses
 
 
 def _train(
     model: nn.Module,
     batches: Batches,
     rate: float,
+    on_step: OnStep,
     after_step: Callable[[], None] = lambda: None,
 ) -> TrainingRun:
-    """Train `STEPS` steps in plain PyTorch; `after_step` is called after each optimizer step.
+    """Train `STEPS` steps in plain PyTorch.
 
     The global batch is cut only if running it whole would change the result (`_parts`).
+
+    Args:
+        model: The model, which is changed.
+        batches: The global batches.
+        rate: The learning rate.
+        on_step: Called before each step.
+        after_step: Called after each optimizer step.
     """
     plan, optimizer = batches.plan, sgd(model, rate)
     losses, norms = [], []
     scale = SAFE_SCALE if plan.spec.precision.scales_loss else 1.0
     for step in range(STEPS):
+        on_step()
         loss, parts = 0.0, _parts(model, plan, batches.of(step, model))
         for inputs, targets, keeps_statistics in parts:
             kept = {} if keeps_statistics else {n: b.clone() for n, b in model.named_buffers()}

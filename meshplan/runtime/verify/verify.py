@@ -8,10 +8,12 @@ collectives of one step are measured and compared with those that the layouts pr
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -36,7 +38,7 @@ from meshplan.plan.verdict import (
 from meshplan.runtime.apply.parameters.initial_values import initialise
 from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.held_bytes import live_bytes
-from meshplan.runtime.base.local_ranks import Send, run_ranks
+from meshplan.runtime.base.local_ranks import Send, Work, run_ranks
 from meshplan.runtime.estimate.scale_down import ModelSource, Small, model_of_source
 from meshplan.runtime.parallelize import parallelize
 from meshplan.runtime.trace.collectives import counting
@@ -48,9 +50,11 @@ from meshplan.runtime.train.one_process import (
     STEPS,
     Batches,
     OneProcess,
+    OnStep,
     Trial,
     is_half,
     microbatches_alone,
+    num_steps_alone,
     own_statistics,
     prepare,
     sgd,
@@ -61,9 +65,12 @@ from meshplan.runtime.train.step import local_batch, train_step
 from meshplan.runtime.verify.module_calls import record_forward
 from meshplan.spec.spec import Spec
 from meshplan.traffic import Forecast, differences, forecast
+from meshplan.units import format_seconds
 
 SEED: Final = 0
 _OPTIMIZER: Final = "sgd_momentum"
+_LONG_S: Final = 10.0
+"""Seconds from which work of the ranks is reported."""
 
 
 def verify(small: Small, report: Callable[[str], None]) -> Verdict:
@@ -91,6 +98,7 @@ def verify(small: Small, report: Callable[[str], None]) -> Verdict:
         "world": world, "notes": small.notes, "unmatched": small.unmatched
     }  # fmt: skip
     found: dict[str, Any] = {}
+    told: set[str] = set()
     ranks: dict[int, RankReport] = {}
     try:
         with closing(run_ranks(world, world, _verify_rank, small.spec, small.source)) as messages:
@@ -99,6 +107,10 @@ def verify(small: Small, report: Callable[[str], None]) -> Verdict:
                     ranks[rank] = message
                 elif isinstance(message, Problem):
                     raise SpecError(message)
+                elif isinstance(message, Work):
+                    if message.seconds >= _LONG_S and message.what not in told:
+                        report(f"{message.what}: about {format_seconds(message.seconds)}")
+                        told.add(message.what)
                 else:
                     found |= message
     except SpecError:
@@ -113,6 +125,10 @@ def _verify_rank(send: Send, spec: Spec, source: ModelSource) -> None:
     """Train on this rank and send its `RankReport`. Rank 0 also trains alone, and compares."""
     warnings.filterwarnings("ignore")
     is_first = dist.get_rank() == 0
+
+    def announce(seconds: float, what: str = "a forward and a backward in one process") -> None:
+        send(Work(what, seconds))
+
     torch.manual_seed(SEED)
     model = _materialise(model_of_source(source)).train()
     _without_dropout(model)
@@ -120,7 +136,7 @@ def _verify_rank(send: Send, spec: Spec, source: ModelSource) -> None:
     shared: list[Any] = [None]
     if is_first:
         try:
-            shared = [prepare(copy.deepcopy(alone), spec)]
+            shared = [prepare(copy.deepcopy(alone), spec, announce)]
         except Exception as error:  # The model's own code may raise anything.
             text = f"{type(error).__name__}: {error}".partition("\n")[0]
             what = f"the small model cannot be trained in one process: {text}"
@@ -135,6 +151,9 @@ def _verify_rank(send: Send, spec: Spec, source: ModelSource) -> None:
     micro = int(spec.batch.micro or 1)
     spec = replace(spec, loss="mean")  # `sample_loss` is a mean.
     inputs = sample_inputs(model, spec, micro, 0)
+    # Ranks that share a core take turns.
+    crowd = max(1.0, dist.get_world_size() / (os.cpu_count() or 1))
+    announce(micro * trial.sample_s * crowd, "a microbatch of every rank")
     model = parallelize(model, spec, example_inputs=inputs)
     plan = applied(model).plan
     if applied(model).loss_scale != 1.0:
@@ -144,11 +163,18 @@ def _verify_rank(send: Send, spec: Spec, source: ModelSource) -> None:
     inputs, targets = local_batch(model, batches.of(0, model))
     forward = record_forward(copy.deepcopy(alone), plan, inputs, targets, sample_loss)
     expected = forecast(plan, forward, dist.get_rank())
-    single = train_alone(batches, trial.rate) if is_first else None
+    step_s = samples * trial.sample_s
+    what = f"each of {num_steps_alone(plan)} steps or more in one process, of {samples} samples"
+    on_step = partial(announce, step_s, what)
+    single = train_alone(batches, trial.rate, on_step) if is_first else None
     chosen = [single.rate if single is not None else 0.0]
     dist.broadcast_object_list(chosen, src=0)
     predicted = _state_bytes(plan.assignment, trial.unused)
-    training, report = _train_together(model, plan, expected, predicted, batches, chosen[0])
+    step_s = step_s / plan.num_data_ranks * crowd
+    on_step = partial(announce, step_s, f"each of {STEPS} steps under the plan")
+    training, report = _train_together(
+        model, plan, expected, predicted, batches, chosen[0], on_step
+    )
     state = full_state_dict(model)
     if single is not None:
         tolerance = HALF if is_half(plan) else SINGLE
@@ -211,6 +237,7 @@ def _train_together(
     predicted: StateBytes,
     batches: Batches,
     rate: float,
+    on_step: OnStep,
 ) -> tuple[TrainingRun, RankReport]:
     """Train under the plan; return losses and norms, and a report of bytes and collectives.
 
@@ -221,6 +248,7 @@ def _train_together(
         predicted: The predicted bytes of this rank's state.
         batches: The global batches.
         rate: The learning rate.
+        on_step: Called before each step.
     """
     optimizer = sgd(model, rate)
     losses: list[float] = []
@@ -235,8 +263,10 @@ def _train_together(
 
     optimizer.register_step_pre_hook(measure)
     for step in range(STEPS - 1):
+        on_step()
         inputs, targets = local_batch(model, batches.of(step, model))
         losses.append(train_step(model, optimizer, inputs, targets, sample_loss))
+    on_step()
     inputs, targets = local_batch(model, batches.of(STEPS - 1, model))
     with counting(plan.mesh) as counted:
         losses.append(train_step(model, optimizer, inputs, targets, sample_loss))

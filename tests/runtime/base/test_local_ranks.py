@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from meshplan.errors import ApplyError, PlanError, Problem
 from meshplan.runtime.base import local_ranks
-from meshplan.runtime.base.local_ranks import run_ranks
+from meshplan.runtime.base.local_ranks import Work, run_ranks
 
 Send = Callable[[Any], None]
 
@@ -41,8 +41,18 @@ def fail(send: Send, how: str) -> None:
             raise ValueError("out of luck")
     if how in ("dies", "is killed", "raises"):
         dist.barrier()
-    if how == "is silent":
+    if how == "stops working":
+        send(Work("a step of the model", 0.5))
+    if how in ("is silent", "stops working"):
         time.sleep(60)
+
+
+def work(send: Send, seconds: float) -> None:
+    if dist.get_rank() == 0:
+        send(Work("a long sum", seconds))
+        time.sleep(seconds)
+    dist.barrier()
+    send(dist.get_rank())
 
 
 def test_every_rank_knows_its_place():
@@ -72,18 +82,31 @@ def test_every_rank_knows_its_place():
             "    fix: change it",
         ),
         ("is silent", "meshplan: 1 problem\nranks 0, 1 sent no result for 3 s"),
+        (
+            "stops working",
+            "meshplan: 1 problem\nranks 0, 1 sent no result for 5 s; rank 0 began a step of the "
+            "model, which was to take 0.5 s",
+        ),
     ],
 )
 def test_one_bad_rank_ends_all(monkeypatch, how, message):
-    monkeypatch.setattr(local_ranks, "SILENCE_S", 3.0 if how == "is silent" else 60.0)
+    is_silent = how in ("is silent", "stops working")
+    monkeypatch.setattr(local_ranks, "SILENCE_S", 3.0 if is_silent else 60.0)
     began = time.monotonic()
     pids: list[int] = []
     with pytest.raises(ApplyError) as caught:
-        pids.extend(pid for _, pid in run_ranks(2, 2, fail, how))
+        pids.extend(pid for _, pid in run_ranks(2, 2, fail, how) if isinstance(pid, int))
     assert str(caught.value).startswith(message)
     assert time.monotonic() - began < 30
     assert len(pids) == 2
     assert not any(is_alive(pid) for pid in pids)
+
+
+def test_ranks_wait_for_work_that_one_of_them_announces(monkeypatch):
+    with closing(run_ranks(2, 2, work, 2.0)) as messages:
+        assert next(messages) == (0, Work("a long sum", 2.0))
+        monkeypatch.setattr(local_ranks, "SILENCE_S", 0.1)
+        assert sorted(messages) == [(0, 0), (1, 1)]
 
 
 def test_leaving_early_ends_all():
