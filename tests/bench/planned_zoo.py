@@ -2,8 +2,8 @@
 
     python -m tests.bench.planned_zoo [--only 'bert*'] [--ranks 4] [--json FILE] [--write]
 
-Each model has the width of its config's default and more blocks, is built on meta, and planned for
-2 nodes of 4 GPUs. Plans that an engineer would write by hand are priced: none that fits may be
+Each model has the width of its config's default, some have more blocks; it is built on meta, and
+planned for 2 nodes of 4 GPUs. Plans that an engineer would write by hand are priced: none that fits may be
 faster than the chosen one by more than the planner gives up for a simpler plan. The chosen plan is
 then trained on gloo ranks as `meshplan verify` does (fewer blocks, float32): losses, norms and
 every parameter against one process, and the bytes of every rank and its collectives against those
@@ -119,13 +119,10 @@ INPUTS: Final[Mapping[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 """What plans state of inputs that do not follow from a config."""
 DEEPER: Final[Mapping[str, int]] = {
-    "albert": 1,
-    "gpt_neo": 1,
-    "t5": 20,
-    "distilbert": 16,
-    "modernbert": 1,
-}
-"""Times as many blocks as the config has; 2 where it is not stated here."""
+    "opt": 2, "roberta": 2, "electra": 2, "mpnet": 2, "deberta-v2": 2, "t5": 4, "distilbert": 4,
+    "resnet": 2, "swin": 2, "convnext": 2,
+}  # fmt: skip
+"""Times as many blocks as the config has; 1 where it is not stated here."""
 _DEPTHS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers",
                   "encoder_layers", "decoder_layers", "depths")  # fmt: skip
 
@@ -248,7 +245,7 @@ def _of_transformers(name: str) -> nn.Module:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     cls, more = HF[name]
-    config = _deepened(CONFIG_MAPPING[name](**more), DEEPER.get(name, 2))
+    config = _deepened(CONFIG_MAPPING[name](**more), DEEPER.get(name, 1))
     for key in ("dropout", "attention_dropout", "hidden_dropout_prob", "layerdrop",
                 "attention_probs_dropout_prob", "drop_path_rate"):  # fmt: skip
         if hasattr(config, key):

@@ -19,6 +19,7 @@ from meshplan.cli.app import main
 from meshplan.cost.grid import OPTIONS
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.objectives.balanced import balance, balanced
+from meshplan.planner.objectives.offload_variants import fastest_that_fits
 from meshplan.planner.objectives.simplify import SLACK
 from meshplan.planner.problem.decision import Evaluated
 from meshplan.planner.problem.problem import PlanningProblem
@@ -80,6 +81,21 @@ def test_it_lies_between_the_two_ends(job: Any) -> None:
     assert fastest.seconds <= middle.seconds * (1 + SLACK) <= smallest.seconds * (1 + SLACK) ** 2
     assert product(middle) <= (1 + SLACK) * min(product(fastest), product(smallest))
     assert product(middle) < 0.95 * product(fastest)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9, 0.8, 0.7])
+def test_a_plan_is_found_within_its_own_memory(job: Any, share: float) -> None:
+    """Rounding left it out, and the plan that was chosen then was up to a sixth slower."""
+    request = request_of_file(job(SMALL, **ASKED))
+
+    def fastest(limit_bytes: int) -> Evaluated:
+        found = fastest_that_fits(PlanningProblem(replace(request, limit_bytes=limit_bytes)))
+        assert found.measured is not None
+        assert isinstance(found.measured.result, Evaluated)
+        return found.measured.result
+
+    first = fastest(int(fastest(request.limit_bytes).memory.high_bytes * share))
+    assert fastest(first.memory.high_bytes).seconds == first.seconds
 
 
 def test_what_was_not_looked_at_is_in_the_gap(job: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -18,10 +17,10 @@ import numpy as np
 from meshplan.planner.knapsack.knapsack import Floats
 from meshplan.planner.objectives.fastest import decide
 from meshplan.planner.objectives.offload_variants import searched
+from meshplan.planner.objectives.search_plans import search_plans
 from meshplan.planner.problem.decision import Decision, Evaluated, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.result import SearchResult
-from meshplan.planner.solve.search import search
 from meshplan.planner.tables.cost_table import CostTable, memory_bounds, time_bounds
 from meshplan.units import format_gib, format_step
 
@@ -150,10 +149,9 @@ def _fastest(
         hopeful = _products(problem, table, seconds) < best
         kept = np.where(hopeful[:, None, None], table.seconds, np.inf)
         with np.errstate(invalid="ignore"):  # Infinity * 0.
-            return search(
+            return search_plans(
+                problem,
                 replace(table, seconds=kept),
-                problem.capacity,
-                partial(problem.measure, table),
                 deadline=deadline,
                 is_stopped=problem.request.is_stopped,
             )

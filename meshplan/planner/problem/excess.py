@@ -16,6 +16,8 @@ from meshplan.planner.solve.result import ReplayedMemory
 
 SHARES: Final = (1 + RESERVED_ERROR) * (1 + ERROR)
 """Factor by which memory estimates widen the reserved bytes to their upper end."""
+ROUNDING_BYTES: Final = 3
+"""Bytes by which the upper end may be below that product, because it is rounded down twice."""
 
 
 def excess_of(

@@ -26,7 +26,14 @@ from meshplan.planner.problem.allowed import not_searched, why_not_allowed
 from meshplan.planner.problem.certified import OVER, certify_plan, words_of
 from meshplan.planner.problem.chains import Chains
 from meshplan.planner.problem.decision import Evaluated, PlanRequest
-from meshplan.planner.problem.excess import SHARES, excess_of, least_over, rank_keys, refused_by
+from meshplan.planner.problem.excess import (
+    ROUNDING_BYTES,
+    SHARES,
+    excess_of,
+    least_over,
+    rank_keys,
+    refused_by,
+)
 from meshplan.planner.problem.overrides import BlockChoice, blocks_of, statements
 from meshplan.planner.problem.truncated_estimate import Stages, TruncatedEstimate, TruncatedFigures
 from meshplan.planner.solve.config import Candidate
@@ -115,6 +122,7 @@ class PlanningProblem:
         trial = with_axes(self.spec, {data_axis(self.spec): 2})
         if (why := self.refuses(trial)) and not only_ddp(self.spec, self.refuses):
             raise PlanError(not_searched(why, trial, self.request))
+        shape = None if self._traced is not None else shape_of(self._graph)
         return freedom_of(
             self.spec,
             world=cluster.num_gpus,
@@ -124,16 +132,9 @@ class PlanningProblem:
             can_cut=lambda stages: self._cuts.can_cut(self._graph.blocks(), stages),
             experts=experts_of(self._graph),
             keeps_from_rounds=self._keeps_from_rounds(),
-            heads=self._heads(),
+            heads=(shape.heads, shape.kv_heads) if shape else (),
             is_traced=self._traced is not None,
         )
-
-    def _heads(self) -> tuple[int, ...]:
-        """Return (query heads, key/value heads) of the attention; () for a live model."""
-        if self._traced is not None:
-            return ()
-        shape = shape_of(self._graph)
-        return shape.heads, shape.kv_heads
 
     def _keeps_from_rounds(self) -> str:
         """Return why pipeline ranks may not have several stages each; "" if they may."""
@@ -284,7 +285,7 @@ class PlanningProblem:
     def allow(self, limit_bytes: float) -> None:
         """Set the total bytes that a rank may use, and clear the cache of estimates."""
         # Invert `widened`: what the driver and the margins leave of the limit is for linear bytes.
-        self.capacity = (limit_bytes - self._driver) / SHARES
+        self.capacity = (limit_bytes + ROUNDING_BYTES - self._driver) / SHARES
         self._known.clear()
 
     @property
