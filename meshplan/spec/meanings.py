@@ -123,7 +123,10 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             ),
             "input.shape": (
                 "shape of the input, with samples along dim 0, such as `[4, 3, 224, 224]`, for "
-                "models that do not take tokens; required under `input`"
+                "models that do not take tokens; required under `input`. If the forward takes "
+                "several, one for each argument by its name, with a dtype: "
+                "`input: {image: {shape: [1, 3, 224, 224], dtype: float32}, "
+                "text: {shape: [1, 64], dtype: int64}}`"
             ),
             "input.dtype": "a dtype such as `float32`",
             "loss": (

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from meshplan.errors import Origin, SpecError
-from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.layout.hardware import OWN_FACTS, devices, find_device, names_pattern
 from meshplan.layout.mesh import AXES
 from meshplan.layout.optimizers import SHAPED_STATES
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.spec.contradictions import ContradictionError, disagreements
+from meshplan.spec.inputs import model_input
 from meshplan.spec.rules import (
     RULE_FORM,
     RULE_KEYS,
@@ -29,7 +29,6 @@ from meshplan.spec.rules import (
 )
 from meshplan.spec.spec import (
     AUTO,
-    DTYPE_WORDS,
     MOST_MICROBATCHES,
     OPTIMIZER_STATES,
     PROFILES,
@@ -39,7 +38,6 @@ from meshplan.spec.spec import (
     Context,
     Experts,
     HardwareSpec,
-    InputSpec,
     ModelSpec,
     Pipeline,
     Rule,
@@ -288,31 +286,6 @@ def _batch(value: PlanValue, found: Findings) -> Batch | None:
     return Batch(global_=got.pop("global", None), **got)
 
 
-_INPUT_DTYPES: Final[Mapping[str, str]] = {
-    **{word: name for name in DTYPE_BYTES for word in (name, f"torch.{name}")},
-    **DTYPE_WORDS,
-}
-
-
-@decoder(list_form(integer(1).form))
-def _shape(value: PlanValue, found: Findings) -> tuple[int, ...]:
-    sizes = [integer(1)(v, found) for v in items(value, found, "shape: [4, 3, 224, 224]")]
-    return tuple(size for size in sizes if size is not None)
-
-
-_INPUT: Final[Mapping[str, Decoder]] = {
-    "shape": _shape, "dtype": choice(_INPUT_DTYPES, "a dtype"),
-}  # fmt: skip
-
-
-@decoder(mapping_form(_INPUT, required=("shape",)))
-def _input(value: PlanValue, found: Findings) -> InputSpec | None:
-    example = "input: {shape: [4, 3, 224, 224], dtype: float32}"
-    required = {"shape": "add shape: [4, 3, 224, 224]"}
-    got = section(value, found, _INPUT, example, required=required)
-    return InputSpec(**got) if got and "shape" in got else None
-
-
 _module_name = text("the name of a module")
 
 
@@ -425,7 +398,7 @@ _PLAN: Final[Mapping[str, Decoder]] = {
     "strategy": choice(STRATEGY_WORDS, "a strategy"),
     "precision": precision,
     "batch": _batch,
-    "input": _input,
+    "input": model_input,
     "activation_checkpointing": activation_checkpointing,
     "offload": offload,
     "pipeline": _pipeline,

@@ -178,7 +178,7 @@ class Batch:
 @shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """An example of the model's input, for models whose input cannot be derived.
+    """An example of one input of the model, for models whose inputs cannot be derived.
 
     Args:
         shape: Shape of the example, with the samples as dim 0.
@@ -358,7 +358,7 @@ class Spec:
     strategy: str | None = None
     precision: Precision = Precision()
     batch: Batch = Batch()
-    input: InputSpec | None = None
+    input: InputSpec | Mapping[str, InputSpec] | None = None
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     offload: Offload = Offload()
     pipeline: Pipeline | None = None

@@ -40,7 +40,11 @@ GOOD: Final[dict[str, list[Any]]] = {
         {"micro": 2, "seq_len": 128}, {"global": 64, "accumulate": "auto", "per_rank": True},
         {"accumulate": {"0": 8, "4": 1}, "micro": "auto"},
     ],
-    "input": [{"shape": [4, 3, 32, 32], "dtype": "float32"}, {"shape": [2]}],
+    "input": [
+        {"shape": [4, 3, 32, 32], "dtype": "float32"}, {"shape": [2]},
+        {"image": {"shape": [1, 3, 8, 8], "dtype": "fp32"}, "y": {"shape": [2], "dtype": "int64"}},
+        {"shape": {"shape": [2, 8], "dtype": "int64"}},
+    ],
     "activation_checkpointing": [
         "full", "Selective", "auto", {"mode": "selective", "save": ["mm"], "every": 2},
         {"mode": "full", "every": 2, "budget": None}, {"mode": "auto", "budget": 0.5},

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from meshplan.errors import Origin, SpecError
 from meshplan.spec.reader import load_spec
-from meshplan.spec.spec import ActivationCheckpointing, Borrow, Offload, Selector, Spec
+from meshplan.spec.spec import ActivationCheckpointing, Borrow, InputSpec, Offload, Selector, Spec
 from tests.helpers.calls import calls_of
 
 PLANS = sorted((Path(__file__).parents[2] / "plans").glob("*.yaml"))
@@ -120,6 +120,22 @@ def test_activation_checkpointing_and_offload(read: Any) -> None:
     assert read("offload: {params: auto, activations: true}").offload == Offload(
         params="auto", activations=True
     )
+
+
+def test_inputs_by_the_names_of_arguments(read: Any) -> None:
+    spec = read(
+        "input: {image: {shape: [1, 3, 8, 8], dtype: bf16}, shape: {shape: [1], dtype: int64}}"
+    )
+    image, shape = (
+        InputSpec(shape=(1, 3, 8, 8), dtype="bfloat16"),
+        InputSpec(shape=(1,), dtype="int64"),
+    )
+    assert dict(spec.input) == {"image": image, "shape": shape}
+    with pytest.raises(SpecError) as caught:
+        read("input: {image: {shape: [1, 3, 8, 8]}, text: {size: [1], dtype: int64}}")
+    assert [each.what for each in caught.value.problems] == [
+        "'dtype' is missing", "unknown key", "'shape' is missing",
+    ]  # fmt: skip
 
 
 def test_the_other_sections(read: Any) -> None:

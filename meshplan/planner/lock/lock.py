@@ -26,7 +26,7 @@ from meshplan.planner.lock.changes import EXPECTED
 from meshplan.shown import shown, whole_repr
 from meshplan.spec.keys import FREEABLE, freed
 from meshplan.spec.reader import load_spec, read_yaml
-from meshplan.spec.spec import PROFILES, Spec
+from meshplan.spec.spec import PROFILES, InputSpec, Spec
 from meshplan.spec.values import PlanValue, plain
 
 FORMAT: Final = 2
@@ -119,7 +119,7 @@ def spec_hash(spec: Spec) -> str:
         hardware = replace(hardware, headroom=_HEADROOM)
     elif hardware is not None and hardware.headroom == _HEADROOM:
         more = ", and it is stated"
-    if given is not None and given.dtype is None:
+    if isinstance(given, InputSpec) and given.dtype is None:
         given = replace(given, dtype="int64")
     return _hash(whole_repr(replace(spec, hardware=hardware, input=given)) + more)
 

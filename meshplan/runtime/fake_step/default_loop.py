@@ -31,7 +31,7 @@ from meshplan.runtime.torch_private.fakes import fake_mode, quiet_fakes
 from meshplan.runtime.trace.constants import MOST_NUMBERS, ConstantPropagation
 from meshplan.runtime.trace.ops import copy_to_run, stand_in
 from meshplan.runtime.trace.sample import call, is_tokens, results, sample_inputs, with_dtype
-from meshplan.spec.spec import Spec
+from meshplan.spec.spec import InputSpec, Spec
 
 _SAMPLES: Final = 2
 """Number of samples for the call that shows what the model returns: few, but not 1, since a dim of
@@ -143,7 +143,9 @@ def _with_length(spec: Spec) -> tuple[Spec, tuple[tuple[str, str], ...]]:
     The note is a tuple of assumptions, as in `DefaultLoop.assumed`; () if nothing changes.
     """
     given, length = spec.input, spec.batch.seq_len
-    if given is None or length is None or not is_tokens(given) or given.shape[1] == length:
+    if not isinstance(given, InputSpec) or length is None or not is_tokens(given):
+        return spec, ()
+    if given.shape[1] == length:
         return spec, ()
     words = f"{length} from batch.seq_len, not {given.shape[1]} as in input.shape"
     wanted = replace(given, shape=(given.shape[0], length))

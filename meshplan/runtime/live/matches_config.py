@@ -25,7 +25,7 @@ from meshplan.planner.space.trials import with_axes
 from meshplan.runtime.fake_step.equal_blocks import is_alike
 from meshplan.runtime.torch_private.modes import built_on
 from meshplan.runtime.trace.sample import is_tokens
-from meshplan.spec.spec import Spec
+from meshplan.spec.spec import InputSpec, Spec
 
 _ATTENTION: Final = "sdpa"
 _EXPERTS: Final = "grouped_mm"
@@ -137,7 +137,7 @@ def _why_not_analytic(spec: Spec, config_graph: ModelGraph) -> str:
     if spec.batch.seq_len is None:
         return "the plan states no sequence length: add batch: {seq_len: 2048}"
     given = spec.input
-    if given is not None and not is_tokens(given):
+    if given is not None and not (isinstance(given, InputSpec) and is_tokens(given)):
         return "the plan states an input that is not token ids"
     trial: Mapping[str, int] = {"dp_shard": 2}
     try:

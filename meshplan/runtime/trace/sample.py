@@ -61,10 +61,19 @@ def sample_inputs(
         # Low ids are special tokens, such as padding, in vocabularies that have any.
         return torch.randint(min(3, vocab - 1), vocab, shape, generator=generator)
 
-    if (stated := with_dtype(model, spec).input) is not None:
+    def sampled(stated: InputSpec) -> torch.Tensor:
         assert stated.dtype is not None
         shape, dtype = (samples, *stated.shape[1:]), getattr(torch, stated.dtype)
         return drawn(shape, are_real=dtype.is_floating_point).to(dtype)
+
+    stated = with_dtype(model, spec).input
+    if isinstance(stated, InputSpec):
+        return sampled(stated)
+    if stated is not None:
+        # Nothing says which argument a table reads, so the ids are below the sizes of all tables.
+        tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
+        vocab = min(tables, default=vocab)
+        return {name: sampled(each) for name, each in stated.items()}
     config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
     size = getattr(config, "image_size", None)
     if name == "pixel_values" and isinstance(size, int):
@@ -84,7 +93,7 @@ def sample_inputs(
 
 def with_dtype(model: nn.Module, spec: Spec) -> Spec:
     """Return the spec. An `input` without a dtype gets the one that the first layer reads."""
-    if spec.input is None or spec.input.dtype is not None:
+    if not isinstance(spec.input, InputSpec) or spec.input.dtype is not None:
         return spec
     dtype = "int64" if isinstance(_first_layer(model), nn.Embedding) else "float32"
     return replace(spec, input=replace(spec.input, dtype=dtype))
@@ -121,7 +130,13 @@ def likely_shape(model: nn.Module) -> tuple[int, ...] | str | None:
 
 
 def input_for(model: nn.Module) -> str:
-    """Return the `input` of a plan that the model's first layer suggests, or else examples."""
+    """Return an `input` for a plan: that which the model's first layer suggests, or examples.
+
+    If the forward needs several arguments, it is an example with their names.
+    """
+    if len(names := _needed(model)) > 1:
+        each = ", ".join(f"{name}: {{shape: [2, {TOKENS}], dtype: int64}}" for name in names)
+        return f"input: {{{each}}}"
     shape = likely_shape(model)
     if shape is None:
         return EXAMPLES
@@ -136,20 +151,26 @@ def check_size(spec: Spec) -> None:
     Raises:
         SpecError: A sample has so many elements that the check would take more than a minute.
     """
-    size = math.prod(spec.input.shape[1:]) if spec.input is not None else 0
-    if size > _MOST_ELEMENTS:
-        what = f"one sample of the input has {size:,} elements, too many to train on several"
-        fix = f"use at most {_MOST_ELEMENTS:,} elements, for example --set 'input.shape=[2, 64]'"
-        raise SpecError(Problem(what, spec.origin("input.shape"), fix))
+    given = {"": spec.input} if isinstance(spec.input, InputSpec) else spec.input or {}
+    for name, each in given.items():
+        size, key = math.prod(each.shape[1:]), f"input.{name}.shape" if name else "input.shape"
+        if size > _MOST_ELEMENTS:
+            what = f"one sample of the input has {size:,} elements, too many to train on several"
+            fix = f"use at most {_MOST_ELEMENTS:,} elements, for example --set '{key}=[2, 64]'"
+            raise SpecError(Problem(what, spec.origin(key), fix))
 
 
 def _reads_tokens(model: nn.Module) -> bool:
     """Return True if the forward needs one argument only, and the first layer is an Embedding."""
-    needed = [
-        p for p in inspect.signature(model.forward).parameters.values()
+    return len(_needed(model)) == 1 and isinstance(_first_layer(model), nn.Embedding)
+
+
+def _needed(model: nn.Module) -> list[str]:
+    """Return the names of the arguments that the forward has no default for."""
+    return [
+        p.name for p in inspect.signature(model.forward).parameters.values()
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]  # fmt: skip
-    return len(needed) == 1 and isinstance(_first_layer(model), nn.Embedding)
 
 
 def call(model: nn.Module, inputs: Any) -> Any:

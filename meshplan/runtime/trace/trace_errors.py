@@ -19,7 +19,7 @@ from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.torch_private.fakes import untraceable
 from meshplan.runtime.trace.advice import advice_at
 from meshplan.runtime.trace.bounds import UnknownShapeError
-from meshplan.runtime.trace.sample import EXAMPLES
+from meshplan.runtime.trace.sample import EXAMPLES, input_for
 
 _WHY: Final = MappingProxyType(
     {
@@ -53,9 +53,17 @@ def refused(error: Exception, model: nn.Module, origin: Origin | None) -> PlanEr
 
 
 STATE_INPUT: Final = (
-    f"state inputs that the model takes, or change those that are stated: {EXAMPLES}"
+    "state inputs that the model takes, or change those that are stated, and batch.seq_len: "
+    f"{EXAMPLES}"
 )
 """Fix for a forward that fails on the inputs that the plan states, or that were assumed."""
+
+
+def _state_input(error: Exception, model: nn.Module) -> str:
+    """Return the fix for a forward that fails on its inputs, also if it lacks some of them."""
+    if isinstance(error, TypeError) and "required positional argument" in str(error):
+        return f"state every input of the forward, as in {input_for(model)}"
+    return STATE_INPUT
 
 
 def problem_of(error: Exception, model: nn.Module, origin: Origin | None) -> Problem:
@@ -77,7 +85,7 @@ def problem_of(error: Exception, model: nn.Module, origin: Origin | None) -> Pro
             )
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
         what = f"the step cannot run on fake tensors, {place}: {text}"
-        return Problem(what, origin, STATE_INPUT)
+        return Problem(what, origin, _state_input(error, model))
     op, why = found
     says, fix = _WHY[why]
     fix = fix.format(module=module or "the module that calls the operator")
@@ -124,7 +132,7 @@ def alone_problem(
     shapes = [f"{list(t.shape)} {str(t.dtype)[6:]}" for _, t in tensors_in(inputs)]
     what = f"the forward of {type(model).__name__} fails at {place}, in one process too, on inputs "
     what += f"{', '.join(shapes)}: {_first_line(error)}"
-    return Problem(what, origin, f"fix {place}, or {STATE_INPUT}")
+    return Problem(what, origin, f"fix {place}, or {_state_input(error, model)}")
 
 
 def sharded_problem(

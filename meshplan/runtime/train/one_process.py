@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -83,14 +83,15 @@ class OneProcess:
         model: The model after the last step.
         training: Losses and gradient norms.
         rounded: Losses and gradient norms of each training with simulated rounding.
-        rounded_models: The model of each training in `rounded`, after the last step.
+        moved_by_rounding: {name: largest distance of a parameter or buffer after the last step of
+            a training in `rounded` from that of `model`}.
     """
 
     rate: float
     model: nn.Module
     training: TrainingRun
     rounded: tuple[TrainingRun, ...]
-    rounded_models: tuple[nn.Module, ...]
+    moved_by_rounding: Mapping[str, float]
 
 
 def in_dtype_of(model: nn.Module, inputs: Any) -> Any:
@@ -173,11 +174,17 @@ def train_alone(batches: Batches, rate: float, on_step: OnStep = lambda: None) -
     for number in range(_TRIES):
         rate *= _SLOWER if number else 1.0
         model = copy.deepcopy(batches.model)
-        trainings, models = [_train(model, batches, rate, on_step)], [model]
+        trainings = [_train(model, batches, rate, on_step)]
+        moved: dict[str, float] = {}
         for seed in range(1 if is_half(plan) else _NOISY):
-            models.append(copy.deepcopy(batches.model))
-            with _rounding(models[-1], plan, seed) as round_stored:
-                trainings.append(_train(models[-1], batches, rate, on_step, round_stored))
+            rounded = copy.deepcopy(batches.model)
+            with _rounding(rounded, plan, seed) as round_stored:
+                trainings.append(_train(rounded, batches, rate, on_step, round_stored))
+            # Keep only the distances: several copies of the model may not fit in memory.
+            after = dict(state_of(rounded))
+            for name, value in state_of(model):
+                apart = float((after[name].double() - value.detach().double()).norm())
+                moved[name] = max(moved.get(name, 0.0), apart)
         if all(_is_stable(training, untrained) for training in trainings):
             break
     return OneProcess(
@@ -185,8 +192,15 @@ def train_alone(batches: Batches, rate: float, on_step: OnStep = lambda: None) -
         model=model,
         training=trainings[0],
         rounded=tuple(trainings[1:]),
-        rounded_models=tuple(models[1:]),
+        moved_by_rounding=moved,
     )
+
+
+def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of every parameter and every persistent buffer."""
+    yield from model.named_parameters()
+    saved = model.state_dict()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def num_steps_alone(plan: Plan) -> int:

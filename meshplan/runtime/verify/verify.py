@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -58,6 +58,7 @@ from meshplan.runtime.train.one_process import (
     own_statistics,
     prepare,
     sgd,
+    state_of,
     train_alone,
 )
 from meshplan.runtime.train.state import full_state_dict
@@ -147,7 +148,7 @@ def _verify_rank(send: Send, spec: Spec, source: ModelSource) -> None:
             send(shared[0])
         return
     trial: Trial = shared[0]
-    before = {n: t.detach().clone() for n, t in _state_of(model)}
+    before = {n: t.detach().clone() for n, t in state_of(model)}
     micro = int(spec.batch.micro or 1)
     spec = replace(spec, loss="mean")  # `sample_loss` is a mean.
     inputs = sample_inputs(model, spec, micro, 0)
@@ -189,13 +190,6 @@ def _verify_rank(send: Send, spec: Spec, source: ModelSource) -> None:
             }
         )  # fmt: skip
     send(report)
-
-
-def _state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of every parameter and every persistent buffer."""
-    yield from model.named_parameters()
-    saved = model.state_dict()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def _materialise(model: nn.Module) -> nn.Module:
@@ -323,8 +317,7 @@ def _compare(
         tolerance: The differences that rounding may cause.
         plan: The plan.
     """
-    after = dict(_state_of(single.model))
-    rounded = [dict(_state_of(model)) for model in single.rounded_models]
+    after = dict(state_of(single.model))
     trained = {name for name, _ in single.model.named_parameters()}
     steps = {name: (now.detach() - before[name]).double() for name, now in after.items()}
     numel = sum(steps[name].numel() for name in trained)
@@ -340,8 +333,7 @@ def _compare(
         if name in trained:
             noise += tolerance.noise * (mean_square * step.numel()) ** 0.5
         allowed = noise + tolerance.relative * moved * after[name].is_floating_point()
-        others = (float((other[name].double() - now).norm()) for other in rounded)
-        allowed = max(allowed, *(ROUNDINGS * distance for distance in others))
+        allowed = max(allowed, ROUNDINGS * single.moved_by_rounding[name])
         found.append(
             Shift(
                 name=name,

@@ -108,6 +108,22 @@ class Partly(nn.Module):
         return self.head(x)
 
 
+class Captioner(nn.Module):
+    """Reads an image and a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.words = nn.Conv2d(3, 32, 4, 4), nn.Embedding(24, 32)
+        self.blocks = nn.ModuleList(Block(32) for _ in range(2))
+        self.head = nn.Linear(32, 24)
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        x = self.words(text) + self.patches(image).flatten(2).mean(dim=2)[:, None]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 def halve_gradients(module: nn.Module) -> None:
     """A seeded bug: everything before this module learns half as fast."""
     forward = module.forward
@@ -199,6 +215,22 @@ def test_a_parameter_that_is_left_out_has_no_state_of_the_optimizer(run, plan):
                         "batch": {"micro": 4}} | plan)  # fmt: skip
     assert code == 0, out
     assert "bytes of state: ok, as predicted on all 2 ranks" in out
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"pp": 2}, {"tp": 2}])
+def test_a_model_of_two_inputs(run, mesh):
+    inputs = {
+        "image": {"shape": [1, 3, 8, 8], "dtype": "float32"},
+        "text": {"shape": [1, 6], "dtype": "int64"},
+    }
+    plan = {"version": 1, "mesh": mesh, "tp_plan": "auto" if "tp" in mesh else "none",
+            "model": {"entry": f"{__name__}:Captioner"}, "batch": {"micro": 4}}  # fmt: skip
+    code, out, _ = run(plan | {"input": inputs})
+    assert code == 0, out
+    code, *said = run(plan | {"input": inputs["image"]})
+    assert code != 0
+    assert "Captioner.forward() missing 1 required positional argument: 'text'" in "".join(said)
+    assert "every input of the forward, as in input: {image: {shape: [2, 16]" in "".join(said)
 
 
 def test_a_plan_that_torch_would_run_wrongly_does_not_run(run):
