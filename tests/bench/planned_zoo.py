@@ -3,11 +3,11 @@
     python -m tests.bench.planned_zoo [--only 'bert*'] [--ranks 4] [--json FILE] [--write]
 
 Each model has the width of its config's default, some have more blocks; it is built on meta, and
-planned for 2 nodes of 4 GPUs. Plans that an engineer would write by hand are priced: none that fits may be
-faster than the chosen one by more than the planner gives up for a simpler plan. The chosen plan is
-then trained on gloo ranks as `meshplan verify` does (fewer blocks, float32): losses, norms and
-every parameter against one process, and the bytes of every rank and its collectives against those
-predicted. `verify` makes every axis 2; here data axes are as long as they are planned, up to
+planned for 2 nodes of 4 GPUs. Plans that an engineer would write by hand are priced: none that fits
+may be faster than the chosen one by more than the planner gives up for a simpler plan. The chosen
+plan is then trained on gloo ranks as `meshplan verify` does (fewer blocks, float32): losses, norms
+and every parameter against one process, and the bytes of every rank and its collectives against
+those predicted. `verify` makes every axis 2; here data axes are as long as they are planned, up to
 --ranks ranks.
 
 With --json, results are appended to a file, and models that stand in it are not run again. --write
@@ -123,6 +123,9 @@ DEEPER: Final[Mapping[str, int]] = {
     "resnet": 2, "swin": 2, "convnext": 2,
 }  # fmt: skip
 """Times as many blocks as the config has; 1 where it is not stated here."""
+TOKENS: Final[Mapping[str, int]] = {"mamba": 64, "rwkv": 64}
+"""Length of a sequence; 512 where it is not stated here. Without their kernels, these models run a
+Python loop over the tokens."""
 _DEPTHS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers",
                   "encoder_layers", "decoder_layers", "depths")  # fmt: skip
 
@@ -301,7 +304,7 @@ def words_of(name: str) -> dict[str, Any]:
     more = OWN[name][1] if name in OWN else INPUTS.get(name, {})
     batch: dict[str, Any] = {"global": 256}
     if "input" not in more and getattr(model, "main_input_name", "input_ids") == "input_ids":
-        batch["seq_len"] = 512
+        batch["seq_len"] = TOKENS.get(name, 512)
     return {
         "version": 1, "mesh": "auto", "strategy": "auto", "activation_checkpointing": "auto",
         "precision": "bf16-mixed", "batch": batch, **more,

@@ -11,6 +11,7 @@ import copy
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -361,15 +362,21 @@ def _small_source(
     # Candidates, smallest first: a config with smaller dims and fewer layers; a config with fewer
     # layers; the model of the user's function with fewer blocks; that model with all blocks.
     candidates: list[tuple[ModelSource, list[str]]] = []
+    reasons: list[str] = []
     if config is not None and hasattr(config, "model_type"):
         architecture = source.architecture or type(whole).__name__
         of_config = replace(source, entry="", architecture=architecture)
         if _model_class(architecture) is not None:
-            tp = mesh.size("tp")
-            small, notes = shrink_sizes(config, layers=blocks, tp=tp, small_tp=small_tp, ep=ep)
-            candidates.append((replace(of_config, config=small), notes))
-            small, notes = shrink_layers(config, blocks)
-            candidates.append((replace(of_config, config=small), notes))
+            sizes_too = partial(
+                shrink_sizes, layers=blocks, tp=mesh.size("tp"), small_tp=small_tp, ep=ep
+            )
+            for change in (sizes_too, partial(shrink_layers, layers=blocks)):
+                try:
+                    small, notes = change(config)
+                except Exception as error:  # A config's class may refuse any value.
+                    reasons.append(f"{type(error).__name__}: {error}".partition("\n")[0])
+                else:
+                    candidates.append((replace(of_config, config=small), notes))
     if source.entry:
         is_large = num_bytes(whole) > MODEL_LIMIT
         cut = replace(source, blocks=blocks, is_built_on_meta=is_large)
@@ -377,7 +384,6 @@ def _small_source(
         candidates.append((cut, kept))
         if kept:
             candidates.append((source, []))
-    reasons: list[str] = []
     for candidate, notes in candidates:
         model, why = _try(candidate, spec)
         if model is not None:

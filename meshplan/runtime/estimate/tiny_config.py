@@ -117,7 +117,7 @@ def _get(config: Any, name: str) -> int | None:
 def _set(
     config: Any, names: Sequence[str], value: Any, notes: list[str], *, adds_notes: bool = True
 ) -> None:
-    """Set each of these attributes that the config has to `value`.
+    """Set each of these attributes that the config has, and does not compute, to `value`.
 
     Args:
         config: The config.
@@ -128,10 +128,16 @@ def _set(
     """
     for name in names:
         old = getattr(config, name, None)
-        if old is not None and old != value:
+        if old is not None and old != value and not _is_computed(config, name):
             setattr(config, name, value)
             if adds_notes:
                 notes.append(f"{name} {old} to {value}")
+
+
+def _is_computed(config: Any, name: str) -> bool:
+    """Return True if an attribute follows from others, as Falcon's head_dim from its width."""
+    found = getattr(type(config), name, None)
+    return isinstance(found, property) and found.fset is None
 
 
 def _cut_layers(config: Any, layers: int, notes: list[str]) -> None:

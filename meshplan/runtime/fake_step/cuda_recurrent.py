@@ -42,8 +42,9 @@ def _problem(kind: str) -> Problem:
     return Problem(
         f"{kind} is a recurrent layer: cuDNN keeps a buffer for its backward whose size only cuDNN "
         "knows",
-        fix="estimate the plan (`meshplan estimate`), which gives an upper bound, or replace the "
-        "layer",
+        fix="state mesh, strategy, activation_checkpointing and batch.micro, which the planner "
+        "cannot choose here, and run `meshplan estimate`, which gives an upper bound; or replace "
+        "the layer",
     )
 
 

@@ -347,7 +347,7 @@ def test_lists_of_unequal_blocks_are_left_alone():
 
 
 def test_configs_keep_ratios_and_what_divides():
-    from transformers import Gemma2Config, LlamaConfig, LlavaConfig, MixtralConfig
+    from transformers import FalconConfig, Gemma2Config, LlamaConfig, LlavaConfig, MixtralConfig
 
     llama = LlamaConfig(
         vocab_size=128_256, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80,
@@ -368,6 +368,8 @@ def test_configs_keep_ratios_and_what_divides():
     assert (tiny.num_local_experts, tiny.num_experts_per_tok) == (8, 2)
     tiny, _ = shrink_sizes(MixtralConfig(num_experts_per_tok=4), layers=2, tp=1, small_tp=1, ep=1)
     assert tiny.num_experts_per_tok == 2
+    tiny, _ = shrink_sizes(FalconConfig(), layers=2, tp=1, small_tp=1, ep=1)
+    assert tiny.hidden_size == tiny.num_attention_heads * tiny.head_dim < 200  # A property.
     gemma = Gemma2Config(num_hidden_layers=26)
     tiny, _ = shrink_layers(gemma, 4)
     assert tiny.layer_types == gemma.layer_types[:4]
