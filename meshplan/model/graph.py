@@ -267,7 +267,8 @@ class ModelGraph:
         """Return the fqns of the repeated blocks, which are sharded and recomputed one by one.
 
         Blocks are the children of an outermost container, if it has at least two children with
-        parameters and these are all of one class.
+        parameters and these are all of one class. Containers without a forward, such as a
+        ModuleList in a ModuleList, are no blocks, but may contain some.
         """
         if not self._blocks:
             self._blocks.append(self._find_blocks())
@@ -281,6 +282,7 @@ class ModelGraph:
             kids = [k for k in by_parent.get(fqn, ()) if k.fqn in with_params]
             types = {k.type for k in kids}
             repeated = self.modules[fqn].kind == "container" and len(kids) > 1 and len(types) == 1
+            repeated = repeated and kids[0].has_forward
             if repeated and kids[0].kind in ("other", "mha", "container"):
                 out.extend(k.fqn for k in kids)
             else:

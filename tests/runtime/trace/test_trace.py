@@ -45,6 +45,15 @@ def test_kinds_and_blocks(name: str, numbers: tuple[int, ...], blocks: list[str]
     assert list(graph.blocks()) == blocks
 
 
+def test_blocks_in_lists_of_lists_are_the_modules_that_run() -> None:
+    model = nn.Module()
+    model.groups = nn.ModuleList(
+        nn.ModuleList(nn.TransformerEncoderLayer(8, 2) for _ in range(3)) for _ in range(2)
+    )
+    expected = [f"groups.{group}.{number}" for group in range(2) for number in range(3)]
+    assert list(graph_of(model).blocks()) == expected
+
+
 @pytest.mark.parametrize("name", models.NAMES)
 def test_every_tensor_once_and_under_all_its_names(name: str) -> None:
     model = models.build(name)
