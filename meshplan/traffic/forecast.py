@@ -210,4 +210,5 @@ def _clipping(plan: Plan, rank: int) -> Iterator[Traffic]:
     for axes, _ in cut_alike:
         for axis in sorted(axes):
             yield one(mesh, "all_reduce", (axis,), 4, "the norm of the gradients")
-    yield one(mesh, "all_reduce", ("pp",), 4, "the norm of the gradients of other stages")
+    # In float64, since stages may have parameters of other dtypes, or none.
+    yield one(mesh, "all_reduce", ("pp",), 8, "the norm of the gradients of other stages")

@@ -193,7 +193,7 @@ def test_stages_that_share_a_weight_hold_what_is_predicted(run, pipeline):
     plan = {
         "version": 1, "mesh": {"pp": 2, "dp_shard": 2}, "strategy": "full_shard",
         "model": {"entry": f"{__name__}:Tied"}, "batch": {"micro": 4, "seq_len": 8},
-        "pipeline": {"schedule": "1F1B", "microbatches": 2} | pipeline,
+        "pipeline": {"schedule": "1F1B", "microbatches": 2} | pipeline, "clip_grad_norm": 1.0,
     }  # fmt: skip
     code, out, _ = run(plan)
     assert code == 0, out
