@@ -1,4 +1,7 @@
-"""Batches: tensors nested in tuples, lists and mappings, with the samples along dim 0."""
+"""Batches: tensors nested in tuples, lists and mappings, with the samples along dim 0.
+
+The first tensor with dims has a row for each sample. Another with one row is shared by all samples.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import torch
 
 from meshplan.errors import ApplyError, Problem
+from meshplan.runtime.base.batch_agreement import num_samples
 
 
 def chunked(value: Any, count: int) -> list[Any]:
@@ -19,7 +23,8 @@ def microbatch(value: Any, count: int, number: int = 0) -> Any:
     """Return microbatch `number`, from 0, of the `count` equal microbatches of a batch."""
     if count == 1:
         return value
-    return mapped(value, lambda tensor: part_of(tensor, count, number, "microbatches"))
+    rows = num_samples(value)
+    return mapped(value, lambda tensor: part_of(tensor, count, number, "microbatches", rows))
 
 
 def taken_together(value: Any, ranks: int, count: int) -> list[Any]:
@@ -34,10 +39,11 @@ def taken_together(value: Any, ranks: int, count: int) -> list[Any]:
         ranks: Number of data ranks.
         count: Number of microbatches per rank.
     """
+    rows = num_samples(value)
 
     def of(number: int) -> Any:
         def cut(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.ndim == 0:
+            if tensor.ndim == 0 or is_shared(tensor, rows):
                 return tensor
             own = (part_of(tensor, ranks, rank, "data ranks") for rank in range(ranks))
             return torch.cat([part_of(each, count, number, "microbatches") for each in own])
@@ -47,27 +53,41 @@ def taken_together(value: Any, ranks: int, count: int) -> list[Any]:
     return [value] if count == 1 else [of(number) for number in range(count)]
 
 
-def part_of(tensor: torch.Tensor, count: int, number: int, what: str) -> torch.Tensor:
-    """Return part `number` of `count` equal parts of a tensor along dim 0.
-
-    A tensor without dims is returned unchanged.
+def is_shared(tensor: torch.Tensor, samples: int | None) -> bool:
+    """Return True if all samples share a tensor: it has one row, such as one row of positions.
 
     Args:
-        what: Name of the parts for the error message, such as "microbatches".
+        tensor: A tensor with dims.
+        samples: Number of samples of the batch; None if not known.
+    """
+    return samples is not None and samples > 1 and len(tensor) == 1
+
+
+def part_of(
+    tensor: torch.Tensor, count: int, number: int, name: str, samples: int | None = None
+) -> torch.Tensor:  # fmt: skip
+    """Return part `number` of `count` equal parts of a tensor along dim 0.
+
+    A tensor without dims, and one that all samples share, is returned unchanged.
+
+    Args:
+        name: Name of the parts for the error message, such as "microbatches".
+        samples: Number of samples of the batch; None if it is that of the tensor.
 
     Raises:
-        ApplyError: The number of samples is not a multiple of `count`.
+        ApplyError: The number of rows is not a multiple of `count`.
     """
-    if tensor.ndim == 0:
+    if tensor.ndim == 0 or is_shared(tensor, samples):
         return tensor
-    if tensor.shape[0] % count:
-        raise ApplyError(
-            Problem(
-                f"a batch of {tensor.shape[0]} samples does not divide into {count} {what}",
-                fix=f"use a multiple of {count}",
-            )
-        )
-    size = tensor.shape[0] // count
+    rows = tensor.shape[0]
+    if rows % count:
+        what = f"a batch of {rows} sample{'s' if rows > 1 else ''}"
+        fix = f"use a multiple of {count}"
+        if samples not in (None, rows):
+            what = f"a tensor of shape {tuple(tensor.shape)} in a batch of {samples} samples"
+            fix = "give it one row for each sample, or one row if all samples share it"
+        raise ApplyError(Problem(f"{what} does not divide into {count} {name}", fix=fix))
+    size = rows // count
     return tensor[number * size : (number + 1) * size]
 
 

@@ -24,6 +24,7 @@ from meshplan.layout.mesh import DATA_AXES
 from meshplan.plan.plan import Plan
 from meshplan.plan.verdict import TrainingRun
 from meshplan.runtime.base.batch import mapped, part_of, taken_together
+from meshplan.runtime.base.batch_agreement import num_samples
 from meshplan.runtime.trace.sample import call, results, sample_inputs, sample_loss, sample_targets
 from meshplan.spec.spec import Spec
 
@@ -285,10 +286,12 @@ def _parts(
     if not own_statistics(model, plan):
         return [(*part, True) for part in taken_together(batch, ranks, count)]
 
+    rows = num_samples(batch)
+
     def cut(rank: int, number: int) -> Any:
         def one(tensor: torch.Tensor) -> torch.Tensor:
-            own = part_of(tensor, ranks, rank, "data ranks")
-            return part_of(own, count, number, "microbatches")
+            own = part_of(tensor, ranks, rank, "data ranks", rows)
+            return part_of(own, count, number, "microbatches", rows)
 
         return mapped(batch, one)
 

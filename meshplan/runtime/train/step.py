@@ -21,7 +21,11 @@ from meshplan.runtime.apply.loss.vocab_parallel_loss import take_loss
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import applied, own_module
 from meshplan.runtime.base.batch import as_arguments, chunked, mapped, part_of
-from meshplan.runtime.base.batch_agreement import check_batches_agree, mean_over_ranks
+from meshplan.runtime.base.batch_agreement import (
+    check_batches_agree,
+    mean_over_ranks,
+    num_samples,
+)
 from meshplan.runtime.base.digest import mark
 from meshplan.runtime.base.fake_mode import is_fake_execution, numbers
 from meshplan.runtime.base.mesh import device, gathered
@@ -45,7 +49,8 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
     Args:
         model: The module that `parallelize` returned.
         batch: A tensor, or a tuple, list or mapping of tensors, each with the samples along dim 0.
-            Items that are not tensors, or have no dims, are passed on unchanged. Under cp, tensors
+            Items that are not tensors, or have no dims, or one row for all samples, are passed on
+            unchanged. Under cp, tensors
             whose dim 1 is the sequence are also cut along it (`sequence_of_rank`).
 
     Raises:
@@ -55,8 +60,10 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
     batch, whole = sequence_of_rank(plan, batch)
     ranks, index = data_rank(model)
 
+    rows = num_samples(batch)
+
     def local(tensor: torch.Tensor) -> torch.Tensor:
-        own = part_of(tensor, ranks, index, "data ranks").to(device())
+        own = part_of(tensor, ranks, index, "data ranks", rows).to(device())
         return own if own is tensor else mark(own, whole)
 
     return mapped(batch, local)

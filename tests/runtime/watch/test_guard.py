@@ -295,9 +295,9 @@ def test_a_batch_that_does_not_divide_is_refused_on_all(pool):
     plan = {"strategy": "full_shard", "batch": {"accumulate": 2}}
     guilty = pool(4).run(odd_batch, plan, 1, (2,), timeout=SECONDS)
     pool(4).close()
-    assert "a batch of 1 samples does not divide into 2 microbatches" in guilty[2]
+    assert "a batch of 1 sample does not divide into 2 microbatches" in guilty[2]
     for rank in (0, 1, 3):
-        assert "rank 2 failed: a batch of 1 samples does not divide" in guilty[rank]
+        assert "rank 2 failed: a batch of 1 sample does not divide" in guilty[rank]
 
 
 class Optional(nn.Module):
