@@ -37,7 +37,7 @@ from meshplan.spec.strategies import resolve_mesh
 _WORDS: Final = LoopWords(
     loop="a loop of Fabric",
     instead="Trainer(strategy=MeshplanStrategy(...))",
-    prepare="fabric.setup",
+    prepare="fabric.setup and fabric.setup_dataloaders",
     backward="fabric.backward",
     clip="fabric.clip_gradients(model, optimizer, max_norm={norm})",
     accumulate="run the loop's microbatches but the last one inside fabric.no_backward_sync(model)",

@@ -100,7 +100,6 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
         self._timeout = timeout
         self._process_group_backend = process_group_backend
         self._modes: list[tuple[nn.Module, bool]] = []
-        self._has_evaluated = False
         self.num_nodes = 1
         super().__init__()
 
@@ -309,7 +308,8 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
         batch = args[0] if args else next(iter(kwargs.values()))
         module = self.lightning_module
         with guarded("training_step"):
-            self._restore_modes()
+            if isinstance(self.network, PipelinedModule):
+                self._modes = _modes_of(self.network)
             self.step.begin(batch)
             if self.step.is_pipelined:
                 return self._pipeline_step(batch)
@@ -367,23 +367,24 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
     @contextmanager
     def _evaluating(self, name: str) -> Iterator[None]:
         """Run an evaluation inside; the wrappers' buffers cannot be made in inference mode."""
-        self._has_evaluated = True
         with guarded(name), torch.inference_mode(False), torch.no_grad():
             yield
 
-    def _restore_modes(self) -> None:
+    def on_validation_end(self) -> None:
         """Put a pipeline's stages back into the modes that they had before an evaluation.
 
         Lightning restores the modes of submodules, which the stages of a pipeline are not.
         """
-        network = self.network
-        if not isinstance(network, PipelinedModule):
-            return
-        if self._has_evaluated:
-            for each, mode in self._modes:
-                each.training = mode
-        self._modes = _modes_of(network)
-        self._has_evaluated = False
+        for each, mode in self._modes:
+            each.training = mode
+
+    def on_test_end(self) -> None:
+        """As `on_validation_end`."""
+        self.on_validation_end()
+
+    def on_predict_end(self) -> None:
+        """As `on_validation_end`."""
+        self.on_validation_end()
 
     # States.
 
