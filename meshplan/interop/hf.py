@@ -7,7 +7,8 @@ reduced and clipped, and what a checkpoint consists of follows from the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,9 +28,12 @@ from meshplan.interop.trainer_batches import (
     last_batch,
     prepared,
     rest_of,
+    smaller_batch,
     warn_of_repeated,
 )
+from meshplan.interop.trainer_beside import running
 from meshplan.interop.trainer_call import example_of_call
+from meshplan.interop.trainer_cut import BatchCut
 from meshplan.interop.trainer_folders import last_whole
 from meshplan.interop.trainer_groups import join_split_groups
 from meshplan.interop.trainer_loss import (
@@ -43,6 +47,7 @@ from meshplan.interop.trainer_loss import (
     shifts_labels,
     stated_scaling,
     times,
+    weight_of_labels,
     with_share,
 )
 from meshplan.interop.trainer_pipeline import over_pipelines
@@ -114,11 +119,21 @@ class _Planned(Saving):
         self._step: ExternalStep | None = None
         self._last: LastBatch | None = None
         """The last batch of an epoch while it is trained on, if it is filled up."""
+        self._smaller: tuple[Any, int | None] = (None, None)
+        """The last batch of an epoch of one data rank, and its samples if it is smaller."""
+        self._num_smaller: int | None = None
+        """Number of samples of the batch that is trained on, if it is this one."""
         self._share: float | None = None
         """The weight of the mean over this rank's samples in such a batch."""
         self._now: Rest | None = None
         """The samples that count in the batch a loss is computed for, if it is filled up."""
+        self._of_labels: float | None = None
+        """The weight of the mean over this rank's labels, if the loss is one."""
+        self._is_of_samples = False
+        """True if a pipeline computes losses for those samples alone."""
         self._loss_ranks: LossRanks | None = None
+        self._cut: BatchCut | None = None
+        """How a pipeline cuts a batch; None before the first one."""
         self._shifts_labels = False
         """True if the model's loss is that of a causal LM, which divides by the number of items."""
         spec_of(plan)  # An unreadable plan is reported here, not at the first batch.
@@ -283,9 +298,12 @@ class _Planned(Saving):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Collect the batches of a step; samples that fill up the last one are not counted."""
         batches = []
+        state = self.accelerator.gradient_state
         for batch in collected(epoch_iterator, num_batches):
             batches.append(batch)
             self._last = self._last_batch(batch)
+            if state.end_of_dataloader and self._ranks()[0] == 1:
+                self._smaller = batch, smaller_batch(state.active_dataloader)
         counted = [*batches[:-1], self._last.counted] if self._last is not None else batches
         _, num_items = super().get_batch_samples(  # type: ignore[misc]
             iter(counted), len(counted), device
@@ -328,34 +346,34 @@ class _Planned(Saving):
         assert step is not None
         is_last = self.accelerator.gradient_state.sync_gradients
         is_cut = isinstance(model, PipelinedModule)
-        own, share = self._own(inputs, is_cut=is_cut)
-        self._now = self._last.rest if self._last and inputs is self._last.batch else None
+        last = self._last if self._last and inputs is self._last.batch else None
+        # A pipeline needs all rows: `pipeline_step` sees to it which of them count.
+        own = inputs if last is None or is_cut else last.own
+        self._now = None if last is None else last.rest
+        self._num_smaller = self._smaller[1] if inputs is self._smaller[0] else None
         with guarded("training_step"):
             with step.microbatch(self.current_gradient_accumulation_steps, is_last=is_last):
                 step.begin(dict(inputs))
-                self._share = share
+                self._share = None if last is None else last.share
+                self._of_labels = weight_of_labels(self, self._counted(inputs))
                 try:
                     loss = super().training_step(model, own, num_items_in_batch)  # type: ignore[misc]
                 finally:
-                    self._share = self._now = None
+                    self._share = self._now = self._of_labels = None
+                    self._is_of_samples = False
                 if not is_cut:
                     step.count()
             return loss
 
-    def _own(self, inputs: Any, *, is_cut: bool) -> tuple[Any, float | None]:
-        """Return the samples of a batch that count, and their weight if it is filled up.
-
-        A pipeline needs all rows, and leaves out those without labels.
-        """
-        last = self._last
-        if last is None or inputs is not last.batch:
-            return inputs, None
-        if not is_cut:
-            return last.own, last.share
-        if last.masked is None or stated_scaling(self) is False:
-            warn_of_repeated(last.rest, "a pipeline has no labels by which to leave them out")
-            return inputs, None
-        return last.masked, last.share
+    @contextmanager
+    def _all_samples(self) -> Iterator[None]:
+        """Compute losses inside as if all samples of a batch counted that is filled up."""
+        before = self._share, self._now
+        self._share = self._now = None
+        try:
+            yield
+        finally:
+            self._share, self._now = before
 
     def _overrides(self, name: str) -> bool:
         """Return True if a subclass of the Trainer has a method of its own in place of its."""
@@ -392,6 +410,8 @@ class _Planned(Saving):
             own_methods(type(self), _Planned, "compute_loss")
         )
         factor = 1.0 if self._share is None or (is_used and self._share) else self._share
+        if self._of_labels is not None:
+            factor = self._of_labels
         if is_used and not is_multiplied:
             factor *= self._ranks()[0]
         elif items is not None and not is_used and self.compute_loss_func is not None:
@@ -435,7 +455,7 @@ class _Planned(Saving):
         noted = self._loss_ranks
         assert noted is not None
         noted.is_counted = False
-        with guarded("prediction_step"):
+        with guarded("prediction_step"), running(self._planned(), self.model):
             loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
             self._now = None
             if own < rows:

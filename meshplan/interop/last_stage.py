@@ -22,7 +22,9 @@ def on_last_stage(name: str) -> Iterator[None]:
 
     def refuse(module: nn.Module, *unused: Any) -> None:
         if any(parameter.is_meta for parameter in module.parameters()):
-            what = f"{name} runs a {type(module).__name__}, but a pipeline's last stage has the "
+            kind = type(module).__name__
+            article = "an" if kind[0] in "AEIOU" else "a"
+            what = f"{name} runs {article} {kind}, but a pipeline's last stage has the "
             what += "model's output, not the parameters of the other stages"
             fix = "run it in the model's forward, or use a plan without pp"
             raise ApplyError(Problem(what, fix=fix))

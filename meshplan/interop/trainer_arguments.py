@@ -107,6 +107,10 @@ def plan_problems(trainer: Any, plan: Plan) -> list[Problem]:
                "use a plan without cp, or a loop around meshplan.train_step")  # fmt: skip
     placed = plan.assignment.tensors.values()
     is_sharded = plan.assignment.wrapper == "units" or any(each.stored.axes for each in placed)
+    is_cut = is_sharded or plan.assignment.stages is not None
+    if getattr(args, "sync_ref_model", False) and is_cut:
+        refuse("sync_ref_model=True copies the model into a whole reference model, but the plan "
+               "shards it", "strategy", "leave it out, or use strategy: ddp")  # fmt: skip
     if args.optim == "adafactor" and is_sharded:
         refuse(
             "optim='adafactor' was given, which does not support sharded parameters, and the plan "

@@ -84,21 +84,31 @@ def rest_of(loader: Any, ranks: int, index: int) -> Rest | None:
         ranks: Number of data ranks.
         index: This one among them.
     """
+    drawn, size = _drawn(loader)
+    left = drawn % (size * ranks) if size and ranks > 1 else 0
+    return Rest(left, size, ranks, index) if left else None
+
+
+def smaller_batch(loader: Any) -> int | None:
+    """Return the number of samples of the last batch of one data rank; None if it is full."""
+    drawn, size = _drawn(loader)
+    return (drawn % size or None) if size else None
+
+
+def _drawn(loader: Any) -> tuple[int, int]:
+    """Return how many samples an epoch has on all ranks, and a batch of one; 0 if not known."""
     dataset, batches = loader.dataset, loader.batch_sampler
     count = getattr(dataset, "count", None)
     if isinstance(count, torch.Tensor):
         # Several workers read other parts of the dataset each, and each fills up its own.
         is_known = loader.num_workers < 2 and not dataset.drop_last
-        drawn, size = int(count) if is_known else 0, dataset.batch_size
-    else:
-        while hasattr(batches, "batch_sampler"):
-            batches = batches.batch_sampler
-        size = getattr(batches, "batch_size", None)
-        # A sampler may draw more samples than there are, or fewer.
-        is_known = size is not None and not batches.drop_last
-        drawn = len(getattr(batches, "sampler", dataset)) if is_known else 0
-    left = drawn % (size * ranks) if size and ranks > 1 else 0
-    return Rest(left, size, ranks, index) if left else None
+        return int(count) if is_known else 0, dataset.batch_size
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    size = getattr(batches, "batch_size", None)
+    # A sampler may draw more samples than there are, or fewer.
+    is_known = size is not None and not batches.drop_last
+    return len(getattr(batches, "sampler", dataset)) if is_known else 0, size or 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,6 @@ class LastBatch:
     Args:
         batch: The batch as the loop passes it on.
         own: The same with the samples that count on this rank; with all of them if none does.
-        masked: The same without labels for the others; None if not all of its labels are classes.
         counted: The samples that count.
         share: The weight of their mean in the mean of all data ranks' means.
         rest: What is known of the batch.
@@ -116,7 +125,6 @@ class LastBatch:
 
     batch: Any
     own: dict[str, Any]
-    masked: dict[str, Any] | None
     counted: dict[str, Any]
     share: float
     rest: Rest
@@ -141,19 +149,16 @@ def last_batch(batch: Any, rest: Rest, anew: Callable[[int], Any]) -> LastBatch 
     own, size = rest.own, rest.size
     if not isinstance(batch, Mapping):
         return None
-    labels = without_labels(batch, own)
     counted = cut_rows(batch, size, own)
     if counted is None:
         # A sample may be a pair of rows, or all samples one row.
         made = anew(max(own, 1))
         if made is None:
             return None
-        counted, labels = dict(made) if own else without_rows(batch), {}
-    is_masked = labels and not any(each.is_floating_point() for each in labels.values())
+        counted = dict(made) if own else without_rows(batch)
     return LastBatch(
-        batch, counted if own else dict(batch), {**batch, **labels} if is_masked else None,
-        counted, own * rest.ranks / rest.left, rest,
-    )  # fmt: skip
+        batch, counted if own else dict(batch), counted, own * rest.ranks / rest.left, rest
+    )
 
 
 def without_rows(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,6 +77,11 @@ def loss_of(output: Any) -> Any:
     return output[0] if isinstance(output, tuple | list) and output else None
 
 
+def is_loss(value: Any) -> bool:
+    """Return True if the first item of an output is a loss, and no tensor of logits."""
+    return isinstance(value, torch.Tensor) and value.ndim == 0
+
+
 def with_share(output: Any, counted: torch.Tensor, num_items: Any) -> Any:
     """Return an output whose loss is the share of its labels in the mean over all of a step.
 
@@ -193,8 +198,35 @@ def mean_over_ranks(
     return mean.to(loss.dtype)
 
 
+def weight_of_labels(trainer: Any, inputs: Any) -> float | None:
+    """Return the weight of this rank's loss in the mean of the data ranks' losses.
+
+    It is by their numbers of labels if the model takes no number of items, and so returns the mean
+    over the labels of a batch; None for other losses.
+
+    Args:
+        trainer: The Trainer.
+        inputs: The samples of this rank's batch that count.
+    """
+    if (
+        trainer.model_accepts_loss_kwargs
+        or stated_scaling(trainer) is not None
+        or trainer._overrides("compute_loss")
+        or trainer.compute_loss_func is not None
+    ):
+        return None
+    counted = trainer._count_labels(inputs)
+    if counted is None:
+        return None
+    every = trainer._loss_ranks.stacked(counted.to(trainer.args.device))
+    return float(counted / every.double().mean()) if int(every.sum()) else None
+
+
 def times(found: Any, factor: float) -> Any:
     """Return a loss, or a pair of it and outputs, with the loss multiplied."""
     if factor == 1.0:
         return found
-    return (found[0] * factor, *found[1:]) if isinstance(found, tuple) else found * factor
+    loss = found[0] if isinstance(found, tuple) else found
+    # The mean over no labels is NaN.
+    loss = (torch.nan_to_num(loss) if factor == 0.0 else loss) * factor
+    return (loss, *found[1:]) if isinstance(found, tuple) else loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,12 +15,19 @@ from torch.utils._pytree import tree_map_only
 from meshplan.errors import ApplyError, Problem
 from meshplan.interop.last_stage import on_last_stage
 from meshplan.interop.trainer_apart import apart, changes, logs_of, same
+from meshplan.interop.trainer_batches import (
+    Rest,
+    warn_of_repeated,
+    without_labels,
+)
+from meshplan.interop.trainer_beside import ForwardBeside, answering
 from meshplan.interop.trainer_call import drawing_nothing, inputs_of_call
-from meshplan.interop.trainer_loss import loss_of, stated_scaling, with_share
+from meshplan.interop.trainer_cut import BatchCut, find_cut, num_rows
+from meshplan.interop.trainer_loss import is_loss, loss_of, replaced, stated_scaling, with_share
 from meshplan.runtime.apply.loss.loss_weights import zero_of
 from meshplan.runtime.apply.pipeline.answer import as_inputs
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
-from meshplan.runtime.base.batch_agreement import num_samples
+from meshplan.runtime.base.batch import chunked
 from meshplan.runtime.base.mesh import device
 
 
@@ -59,9 +66,19 @@ def pipeline_step(
     if is_scaled is None:
         accepts = trainer.model_accepts_loss_kwargs and num_items is not None
         is_scaled = accepts or trainer.compute_loss_func is not None
+    ranks = trainer._loss_ranks
+    if trainer._cut is None:
+        with ranks.alone(), trainer._all_samples():
+            call = inputs_of_call(trainer, model.skeleton, inputs, num_items)
+            tried = _LastStageLoss(trainer, model, inputs, num_items).tried
+            is_own, samples = trainer._overrides("compute_loss"), trainer._train_batch_size
+            found = find_cut(model, inputs, call, samples, tried) if is_own else BatchCut()
+            trainer._cut = found
+    inputs = _that_divide(trainer, model, inputs)
     loss = _LastStageLoss(trainer, model, inputs, num_items)
-    with trainer._loss_ranks.alone():
+    with ranks.alone():
         call = inputs_of_call(trainer, model.skeleton, inputs, num_items)
+    ordered = loss.cut_by(trainer._cut, call)
 
     def take(output: Any, part: Any) -> torch.Tensor:
         found = loss.of_part(output, *part)
@@ -69,11 +86,39 @@ def pipeline_step(
         return found * count if is_scaled else found
 
     is_last = trainer.accelerator.gradient_state.sync_gradients
-    total = step.run_pipeline(call, (inputs, call), take, count, is_last=is_last)
+    total = step.run_pipeline(ordered[1], ordered, take, count, is_last=is_last)
     step.release()
     if loss.is_own:
         loss.share_effects(call)
     return total / count
+
+
+def _that_divide(trainer: Any, model: PipelinedModule, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a microbatch that divides into parts, and note on the Trainer which samples count.
+
+    The last batch of an epoch may be filled up, by accelerate for several data ranks or here.
+    """
+    cut, rest, count = trainer._cut, trainer._now, model.pipeline.microbatches
+    if rest is None:
+        own = trainer._num_smaller
+        if own is None or own % count == 0:
+            return inputs
+        rest = Rest(own, own + count - own % count, 1, 0)
+        places = [*range(own), *[0] * (rest.size - own)]
+        inputs = cut.samples(inputs, num_rows(inputs), own, places)
+        trainer._now, trainer._share = rest, 1.0
+    labels = without_labels(inputs, rest.own)
+    is_of_labels = stated_scaling(trainer) is not False and all(
+        len(each) == rest.size and not each.is_floating_point() for each in labels.values()
+    )
+    if labels and is_of_labels:
+        return {**inputs, **labels}
+    if stated_scaling(trainer) is False and cut.is_of_rows:
+        trainer._is_of_samples = True
+        return inputs
+    warn_of_repeated(rest, "the model's own loss is a mean over all of its rows")
+    trainer._now = trainer._share = None
+    return inputs
 
 
 class _LastStageLoss:
@@ -91,6 +136,9 @@ class _LastStageLoss:
     ) -> None:
         self._trainer, self._model = trainer, model
         self._inputs, self._num_items = inputs, num_items
+        rest = trainer._now if trainer._is_of_samples else None
+        self._rest = rest
+        """The samples that count, if losses are to be computed for them alone."""
         self._whole = trainer._count_labels(inputs)
         """Number of labels in the microbatch that count; None if it has no such labels."""
         own = trainer._overrides("compute_loss") or trainer.compute_loss_func is not None
@@ -98,9 +146,36 @@ class _LastStageLoss:
         """True if the loss is not that of the model or the Trainer."""
         # In the first step, the loss of the parts is compared with that of the whole.
         self._is_kept = self.is_own and not trainer._step.state.is_tested
+        self._cut = BatchCut()
+        self._beside: list[list[Any]] = []
+        """Outputs of the forwards beside, for each part."""
         self._outputs: list[Any] = []
         self._counts: list[torch.Tensor | None] = []
         self._losses: list[torch.Tensor] = []
+
+    def cut_by(self, cut: BatchCut, call: Any) -> tuple[dict[str, Any], Any]:
+        """Run the forwards beside, and return the microbatch in the order in which it is cut.
+
+        Args:
+            cut: How it is cut.
+            call: The inputs of the model in the microbatch.
+        """
+        self._cut, count = cut, self._model.pipeline.microbatches
+        ordered: Any = cut.ordered((self._inputs, call), num_rows(self._inputs), count)
+        if cut.beside:
+            parts = chunked(ordered, count)
+            self._beside = [[one.run(self._model, *part) for one in cut.beside] for part in parts]
+        return ordered
+
+    def tried(
+        self, output: Any, part: dict[str, Any], call: Any, beside: Sequence[ForwardBeside],
+        outputs: Sequence[Any], *, is_search: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the loss of a part that no step is taken by, as `of_part` does."""
+        copied = apart(self._trainer)
+        with self._trainer._loss_ranks.alone():
+            loss = self._computed(copied, output, part, call, beside, outputs, is_search=is_search)
+        return loss if part is self._inputs else self._weighted(loss, output, part)
 
     def of_part(self, output: Any, part: dict[str, Any], call: Any) -> torch.Tensor:
         """Return a part's loss, of which the mean over the parts is that of the microbatch.
@@ -112,11 +187,20 @@ class _LastStageLoss:
         """
         trainer, copied = self._trainer, apart(self._trainer)
         ranks = trainer._loss_ranks
+        number = len(self._losses)
+        outputs = self._beside[number] if self._beside else ()
+        given, weight = (output, part, call, outputs), 1.0
+        if self._rest is not None:
+            given, weight = self._that_count_in(number, given)
+        out, own, of_call, others = given
         with ranks.alone():
-            loss = self._computed(copied, output, part, call)
-        loss = self._weighted(loss, output, part)
+            loss = self._computed(copied, out, own, of_call, self._cut.beside, others)
+        if weight:
+            loss = self._weighted(loss, output, part) * weight
+        else:
+            loss = zero_of(output, loss).to(loss.dtype)
         self._losses.append(loss.detach())
-        has_effects = bool(ranks.is_exchanged or changes(copied) or logs_of(copied))
+        has_effects = bool(weight and (ranks.is_exchanged or changes(copied) or logs_of(copied)))
         if has_effects and not self._is_kept and len(self._losses) > 1:
             what = "compute_loss gathers, logs or keeps something for some samples of a batch, but "
             what += "not for the first ones, and a pipeline cuts a batch into parts"
@@ -127,11 +211,17 @@ class _LastStageLoss:
             self._counts.append(trainer._count_labels(part))
         return loss
 
-    def _computed(self, copied: Any, output: Any, inputs: Any, call: Any) -> torch.Tensor:
+    def _computed(
+        self, copied: Any, output: Any, inputs: Any, call: Any, beside: Sequence[ForwardBeside],
+        outputs: Sequence[Any], *, is_search: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
         counted = copied._count_labels(inputs)
-        answer = LastStage(self._model, output, call, counted)
         given = dict(inputs)
-        with on_last_stage("compute_loss"):
+        with (
+            on_last_stage("compute_loss"),
+            answering(self._model, beside, outputs, inputs, call, is_search=is_search) as again,
+        ):
+            answer = LastStage(self._model, output, call, counted, again)
             loss: torch.Tensor = copied.compute_loss(
                 answer, given, num_items_in_batch=self._num_items
             )
@@ -143,11 +233,12 @@ class _LastStageLoss:
 
     def _weighted(self, loss: torch.Tensor, output: Any, part: dict[str, Any]) -> torch.Tensor:
         trainer, num = self._trainer, self._model.pipeline.microbatches
-        if trainer._share == 0.0:
-            return zero_of(output, loss).to(
-                loss.dtype
-            )  # Of samples that only fill up the last batch.
+        counted, whole = trainer._count_labels(part), self._whole
         stated = stated_scaling(trainer)
+        is_empty = counted is not None and not int(counted)
+        # The mean over no labels is NaN.
+        if trainer._share == 0.0 or (stated is None and is_empty and bool(loss.isnan())):
+            return zero_of(output, loss).to(loss.dtype)
         if stated or (stated is None and trainer._loss_ranks.is_counted):
             return loss * num  # A share of the mean over the step.
         if stated is None and (trainer._overrides("compute_loss") or trainer.compute_loss_func):
@@ -156,9 +247,8 @@ class _LastStageLoss:
             fix = "set trainer.loss_is_scaled_for_ga = False for a mean over the samples of a "
             fix += "batch, or divide a sum by num_items_in_batch"
             raise ApplyError(Problem(what, fix=fix))
-        counted, whole = trainer._count_labels(part), self._whole
         if stated is None and counted is not None and whole is not None and int(whole):
-            if not int(counted):
+            if is_empty:
                 return zero_of(output, loss).to(loss.dtype)
             return loss * (counted / whole * num)
         return loss
@@ -191,11 +281,32 @@ class _LastStageLoss:
         rest, every = self._trainer._now, (self._inputs, *values)
         if rest is None or self._trainer._share is None or not rest.own:
             return every
+        cut: tuple[Any, ...] = self._cut.samples(
+            every, num_rows(self._inputs), rest.size, list(range(rest.own))
+        )
+        return cut
 
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[: rest.own] if tensor.ndim and len(tensor) == rest.size else tensor
+    def _that_count_in(self, number: int, part: tuple[Any, ...]) -> tuple[tuple[Any, ...], float]:
+        """Return what counts in a part, and its weight in the mean over parts; 0.0 if nothing does.
 
-        return tuple(mapped_tensors(cut, each) for each in every)
+        Args:
+            number: Number of the part.
+            part: Output, inputs and what else has rows for the samples of the part.
+        """
+        rest = self._rest
+        assert rest is not None
+        num = self._model.pipeline.microbatches
+        size = rest.size // num
+        own = min(size, max(0, rest.own - number * size))
+        if own in (0, size):
+            return part, own * num / max(rest.own, 1)
+        output, inputs, *others = part
+        if is_loss(loss_of(output)):
+            output = replaced(output, None)  # It is that of all rows.
+        cut: tuple[Any, ...] = self._cut.samples(
+            (output, inputs, *others), num_rows(inputs), size, list(range(own))
+        )
+        return cut, own * num / rest.own
 
     def _raise_together(self, error: ApplyError | None) -> None:
         """Raise the error of this data rank or of another one on all of them."""
@@ -204,13 +315,19 @@ class _LastStageLoss:
             return
         raise next(each for each in ranks.objects([error]) if each is not None)
 
+    def _joined(self) -> list[Any]:
+        """Return the output of the microbatch, and those of the forwards beside."""
+        rows, count = num_rows(self._inputs), self._model.pipeline.microbatches
+        every = [self._outputs, *(list(each) for each in zip(*self._beside, strict=True))]
+        found = [joined(outputs, self._counts, rows) for outputs in every]
+        return [self._cut.ordered(each, rows, count, back=True) for each in found]
+
     def _effects(self, call: Any) -> tuple[dict[str, Any], list[Any]]:
         copied = apart(self._trainer)
-        output = joined(self._outputs, self._counts, num_samples(self._inputs))
-        inputs, call, answer = self._that_count(call, output)
+        inputs, call, output, *others = self._that_count(call, *self._joined())
         try:
             with torch.no_grad(), drawing_nothing():
-                whole = self._computed(copied, answer, inputs, call)
+                whole = self._computed(copied, output, inputs, call, self._cut.beside, others)
         except (AttributeError, KeyError) as error:
             if not isinstance(output, Mapping) or len(output) == len(self._outputs[0]):
                 raise
@@ -249,6 +366,7 @@ class LastStage:
         output: The output of the last stage for a part of a microbatch, or for all of it.
         call: The inputs that the model was called with.
         counted: Number of labels among them that count; None if there are no such labels.
+        again: Returns the output of another call without gradients.
     """
 
     def __init__(
@@ -257,11 +375,16 @@ class LastStage:
         output: Any,
         call: Any,
         counted: torch.Tensor | None,
+        again: Callable[..., Any],
     ) -> None:
         self._model, self._output, self._call, self._counted = model, output, call, counted
-        self._is_called = False
+        self._is_called, self._again = False, again
 
     def __call__(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        if self._is_called and not torch.is_grad_enabled():
+            if num_items_in_batch is not None:
+                kwargs["num_items_in_batch"] = num_items_in_batch
+            return self._again(*args, **kwargs)
         given = as_inputs(self._model.skeleton, args, kwargs)
         if self._is_called or not same(given, self._call):
             what = "compute_loss calls the model twice" if self._is_called else (
@@ -335,11 +458,6 @@ def _mean(losses: list[torch.Tensor], counts: list[torch.Tensor | None]) -> torc
     weights = torch.stack([count for count in counts if count is not None]).to(every.dtype)
     # The mean over no labels is NaN.
     return torch.where(weights > 0, every * weights, 0).sum() / weights.sum()
-
-
-def is_loss(value: Any) -> bool:
-    """Return True if the first item of an output is a loss, and no tensor of logits."""
-    return isinstance(value, torch.Tensor) and value.ndim == 0
 
 
 class _NoRows(Exception):

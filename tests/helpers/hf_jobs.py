@@ -168,10 +168,41 @@ class Twice(Trainer):  # type: ignore[misc]
 class Beside(Trainer):  # type: ignore[misc]
     """A forward of the Trainer's model beside that of the model it is given, as TRL's DPO has."""
 
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        outputs = model(input_ids=inputs["input_ids"])
+        with torch.no_grad():
+            beside = self.model(input_ids=inputs["input_ids"], output_hidden_states=False)
+        loss = (outputs.logits.softmax(-1) - beside.logits.flip(-1)).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Embedding(Trainer):  # type: ignore[misc]
+    """A penalty on a layer's output."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss + self.model.get_input_embeddings()(inputs["input_ids"]).square().mean()
+
+
+class Trained(Trainer):  # type: ignore[misc]
+    """A second forward that is trained, too."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss + self.model(**inputs).logits.mean()
+
+
+class Turned(Trainer):  # type: ignore[misc]
+    """A second forward, of other tokens."""
+
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         with torch.no_grad():
-            return loss + self.model(**inputs).logits.mean()
+            return loss + self.model(input_ids=inputs["input_ids"].flip(-1)).logits.mean()
 
 
 class Noisy(Trainer):  # type: ignore[misc]
@@ -271,6 +302,9 @@ LOSSES: Final[Mapping[str, Mapping[str, Any]]] = {
     "contrasting": {"base": Contrasting},
     "twice": {"base": Twice},
     "beside": {"base": Beside},
+    "embedding": {"base": Embedding},
+    "trained": {"base": Trained},
+    "turned": {"base": Turned},
     "step": {"base": Noisy},
     "steps": {"base": Adversarial},
 }  # fmt: skip

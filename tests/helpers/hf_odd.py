@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import IterableDataset, Subset, WeightedRandomSampler
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
     DataCollatorWithFlattening,
     GPT2Config,
@@ -153,6 +154,8 @@ class Drawn(Trainer):  # type: ignore[misc]
 class Preferring(Trainer):  # type: ignore[misc]
     """A loss of pairs: each sample is two rows, as in TRL's DPOTrainer and RewardTrainer."""
 
+    loss_is_scaled_for_ga = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.can_return_loss = True
@@ -175,9 +178,54 @@ def paired(samples: list[Any]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.cat((ids, ids.flip(1)))}
 
 
+def neighbours(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """Rows of the samples, each followed by the same one turned."""
+    ids = torch.stack([each["input_ids"] for each in samples])
+    return {"input_ids": torch.stack((ids, ids.flip(1)), 1).flatten(0, 1)}
+
+
+class PreferringNeighbours(Preferring):
+    """A loss of pairs of rows that are next to each other."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        chosen, rejected = outputs.logits[:, 0].unflatten(0, (-1, 2)).unbind(1)
+        loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class MeanOfSamples(Mean):
+    """The same, which says so."""
+
+    loss_is_scaled_for_ga = False
+
+
+class Plain(BertForMaskedLM):  # type: ignore[misc]
+    """A model that takes no number of items: its loss is the mean over the labels of a batch."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None) -> Any:
+        return super().forward(input_ids=input_ids, labels=labels)
+
+
+def plain() -> Any:
+    torch.manual_seed(0)
+    return Plain(unscaled().config)
+
+
 def mean_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
     """A `compute_loss_func` that ignores the number of items."""
     return entropy(outputs, labels)
+
+
+def share_of_mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A `compute_loss_func`: the mean over a batch's labels, weighted by their number."""
+    wanted = labels[:, 1:]
+    mean = entropy(type(outputs)(logits=outputs.logits[:, :-1]), wanted.contiguous())
+    if num_items_in_batch is None:
+        return mean
+    return mean * (wanted != -100).sum() / num_items_in_batch
 
 
 def masked(samples: list[Any]) -> dict[str, torch.Tensor]:
@@ -218,6 +266,17 @@ CASES: Final[Mapping[str, dict[str, Any]]] = {
     "pairs": {
         "model": classifying, "base": Preferring, "data": Texts(29), "data_collator": paired,
         "accumulate": 2, "label_names": [], "compute_metrics": lambda found: {},
+    },
+    "neighbours": {
+        "model": classifying, "base": PreferringNeighbours, "data": Texts(29),
+        "data_collator": neighbours, "accumulate": 2, "label_names": [],
+        "compute_metrics": lambda found: {},
+    },
+    "samples": {"model": classifying, "base": MeanOfSamples, "data": Classes(29), "accumulate": 2},
+    "plain": {"model": plain, "data": Texts(29)},
+    "shares": {
+        "data": Texts(19), "compute_loss_func": share_of_mean, "accumulate": 2,
+        "evaluated": Texts(16),
     },
     "ignoring": {
         "model": classifying, "compute_loss_func": mean_loss, "data": Classes(29),

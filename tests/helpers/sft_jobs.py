@@ -87,9 +87,11 @@ def _trainer(name: str, folder: str, seen: Norms, **more: Any) -> Any:
     )  # fmt: skip
 
 
-def _run(name: str, folder: str, resume: bool = False, epochs: int = 2) -> dict[str, Any]:
+def _run(
+    name: str, folder: str, resume: bool = False, epochs: int = 2, **more: Any
+) -> dict[str, Any]:
     seen = Metrics()
-    runner = _trainer(name, folder, seen, num_train_epochs=epochs)
+    runner = _trainer(name, folder, seen, num_train_epochs=epochs, **more)
     runner.train(resume_from_checkpoint=resume or None)
     evaluated = runner.evaluate()
     last = Path(folder) / f"checkpoint-{runner.state.global_step}"
@@ -102,16 +104,18 @@ def _run(name: str, folder: str, resume: bool = False, epochs: int = 2) -> dict[
     }  # fmt: skip
 
 
-def alone(folder: str) -> dict[str, Any]:
+def alone(folder: str, smoothing: float = 0.0) -> dict[str, Any]:
     """In one process, with TRL alone."""
-    return _run("", folder)
+    return _run("", folder, label_smoothing_factor=smoothing)
 
 
-def planned(name: str, folder: str, resume: bool = False, epochs: int = 2) -> dict[str, Any]:
+def planned(
+    name: str, folder: str, resume: bool = False, epochs: int = 2, smoothing: float = 0.0
+) -> dict[str, Any]:
     """Under a plan, on the ranks of a pool."""
     with launched():
         os.environ["ACCELERATE_USE_CPU"] = "true"
-        return _run(name, folder, resume, epochs)
+        return _run(name, folder, resume, epochs, label_smoothing_factor=smoothing)
 
 
 def refused(name: str, folder: str, **more: Any) -> str:

@@ -78,7 +78,18 @@ def test_all_numbers_are_those_of_one_process(pool, tmp_path: Path, name):
 @pytest.mark.parametrize("name", ["full_shard", "pp"])
 @pytest.mark.parametrize(
     "loss",
-    ["function", "smoothing", "own", "pictures", "mean", "scores", "adapters", "gathering", "step"],
+    [
+        "function",
+        "smoothing",
+        "own",
+        "pictures",
+        "mean",
+        "scores",
+        "adapters",
+        "gathering",
+        "step",
+        "beside",
+    ],
 )
 def test_losses_of_ones_own_are_those_of_one_process(pool, tmp_path: Path, name, loss):
     if loss == "adapters":
@@ -88,11 +99,10 @@ def test_losses_of_ones_own_are_those_of_one_process(pool, tmp_path: Path, name,
         check(found, expected)
 
 
-def test_values_that_all_samples_share_are_those_of_one_process(pool, tmp_path: Path):
+@pytest.mark.parametrize("name", ["full_shard", pytest.param("pp", marks=pytest.mark.wide)])
+def test_values_that_all_samples_share_are_those_of_one_process(pool, tmp_path: Path, name):
     (expected,) = pool(1).run(alone, str(tmp_path / "alone"), False, 1, "shared", timeout=240)
-    for found in pool(4).run(
-        planned, "full_shard", str(tmp_path / "at"), False, 1, "shared", timeout=240
-    ):
+    for found in pool(4).run(planned, name, str(tmp_path / "at"), False, 1, "shared", timeout=240):
         check(found, expected)
 
 
@@ -103,7 +113,9 @@ def test_values_that_all_samples_share_are_those_of_one_process(pool, tmp_path: 
      ("contrasting", "for its parts together, into which a pipeline cuts it"),
      ("unstated", "set trainer.loss_is_scaled_for_ga = False for a mean over the samples"),
      ("twice", "compute_loss calls the model twice"),
-     ("beside", "compute_loss runs a LlamaForCausalLM, but a pipeline's last stage has the"),
+     ("embedding", "compute_loss runs an Embedding, but a pipeline's last stage has the"),
+     ("trained", "compute_loss runs trainer.model beside the model that it is given, and needs"),
+     ("turned", "compute_loss runs the model beside on other values than those of the batch"),
      ("steps", "a training_step runs forward and backward twice on one microbatch")],
 )  # fmt: skip
 def test_losses_that_no_last_stage_can_compute_are_refused(pool, tmp_path: Path, how, words):

@@ -22,10 +22,10 @@ PLANS = ("ddp", "hybrid", "tp_fsdp", "pp")
 ALL = (
     "tokens", "classes", "numbers", "few", "unlogged", "smoothing", "stream", "worker", "drawn",
     "lengths", "documented", "over_ranks", "mean", "untyped", "ignoring", "flat", "flat_few",
-    "flat_stream", "pairs",
+    "flat_stream", "pairs", "neighbours", "samples", "plain",
+    "shares",
 )  # fmt: skip
-NOT_UNDER_PP = ("numbers", "over_ranks", "mean", "ignoring", "flat", "flat_few", "flat_stream",
-                "pairs")  # fmt: skip
+NOT_UNDER_PP = ("numbers", "over_ranks", "mean", "ignoring", "flat", "flat_few", "flat_stream")
 """A stage cannot tell samples without classes apart, nor what a mean of its own is over; and it has
 a part of the rows, which may be one."""
 

@@ -40,12 +40,18 @@ def refused(name, folder, more):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["pp", *(pytest.param(each, marks=pytest.mark.wide) for each in ("ddp", "hybrid", "tp_fsdp"))],
-)
-def test_all_numbers_are_those_of_one_process(pool, tmp_path: Path, name):
-    (expected,) = pool(1).run(alone, str(tmp_path / "alone"), timeout=240)
-    for found in pool(4).run(planned, name, str(tmp_path / "planned"), timeout=240):
+    ("name", "smoothing"),
+    [
+        ("pp", 0.1),  # Which runs the model twice.
+        *(pytest.param(each, 0.0, marks=pytest.mark.wide)
+          for each in ("ddp", "hybrid", "tp_fsdp", "pp")),
+    ],
+)  # fmt: skip
+def test_all_numbers_are_those_of_one_process(pool, tmp_path: Path, name, smoothing):
+    (expected,) = pool(1).run(alone, str(tmp_path / "alone"), smoothing, timeout=240)
+    for found in pool(4).run(
+        planned, name, str(tmp_path / "planned"), False, 2, smoothing, timeout=240
+    ):
         for key in ("losses", "norms", "eval_loss", "accuracy"):
             assert found[key] == pytest.approx(expected[key], rel=1e-6), key
         assert np.array(found["metrics"]) == pytest.approx(np.array(expected["metrics"]), rel=1e-6)

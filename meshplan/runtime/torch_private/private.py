@@ -347,6 +347,20 @@ def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> None:
     module._compiled_call_impl = partial(around, call)
 
 
+@contextmanager
+def intercepted_calls(module: nn.Module, around: Callable[..., Any]) -> Iterator[None]:
+    """Make calls of this module run `around(call, *args, **kwargs)` inside.
+
+    Private for the same reason as `intercept_calls`.
+    """
+    before = module._compiled_call_impl
+    intercept_calls(module, around)
+    try:
+        yield
+    finally:
+        module._compiled_call_impl = before
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return True if code beside a module's forward looks at its input, output or gradients.
 

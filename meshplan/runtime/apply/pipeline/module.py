@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,10 @@ from meshplan.runtime.base.fake_mode import numbers
 from meshplan.runtime.base.mesh import device, gathered, submesh
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.watch.guard import guarded, note_forward, ranks_of_forward
+from meshplan.state.held import plain_name
 from meshplan.traffic.sequence import SequenceCuts
+
+_MISSING: Final = object()
 
 
 class PipelinedModule(nn.Module):
@@ -54,6 +58,7 @@ class PipelinedModule(nn.Module):
         watch_batch: Called with (inputs, targets) of every `step`, to compare them across ranks.
         group: The ranks along pp.
         shared: Parameters that several stages hold.
+        is_recording: True while a forward of the skeleton is recorded.
     """
 
     def __init__(
@@ -84,6 +89,9 @@ class PipelinedModule(nn.Module):
         self._eval = forward_only(self._schedule, ranks, virtual)[self._place]
         self._mates = ranks_of_forward(plan)
         self._forms: dict[Any, InputForm] = {}
+        self.is_recording = False
+        self._attributes = ""
+        """Text of the attributes that `with_attributes` has changed."""
         self._agreed: set[tuple[bool, bool]] = set()
         """(Training mode, gradients enabled) of the passes that ended on all ranks."""
         self.shared = SharedTensors(plan, mesh, {s: p.module for s, p in parts.items()})
@@ -252,6 +260,31 @@ class PipelinedModule(nn.Module):
             self._agree(run, form)
         return outputs[0] if outputs else None
 
+    @contextmanager
+    def with_attributes(self, changed: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+        """Run forwards inside with other attributes of modules; enter it on all ranks along pp.
+
+        Args:
+            changed: New values, by module and attribute, such as a flag that disables an adapter.
+        """
+        before: list[tuple[dict[str, Any], str, Any]] = []
+        for whole in (self._hidden[0], *self.stage_modules):
+            for name, module in whole.named_modules():
+                own = vars(module)
+                for key, value in changed.get(plain_name(name), {}).items():
+                    before.append((own, key, own.get(key, _MISSING)))
+                    own[key] = value
+        self._attributes = repr(changed) if changed else ""
+        try:
+            yield
+        finally:
+            self._attributes = ""
+            for own, key, value in before:
+                if value is _MISSING:
+                    own.pop(key)
+                else:
+                    own[key] = value
+
     def _sync(self, part: StageRuntime, is_last: bool) -> None:
         if not self._schedule.splits_backward:
             set_gradient_sync(part.module, part.plan, is_last)
@@ -268,9 +301,13 @@ class PipelinedModule(nn.Module):
 
     def _form(self, inputs: Any) -> InputForm:
         """Return the `InputForm` of these inputs; record the forward if their form is new."""
-        key = (self.training, torch.is_grad_enabled(), _form_of(inputs))
+        key = (self.training, torch.is_grad_enabled(), self._attributes, _form_of(inputs))
         if key not in self._forms:
-            program = make_program(self._hidden[0], self._stages, inputs)
+            self.is_recording = True
+            try:
+                program = make_program(self._hidden[0], self._stages, inputs)
+            finally:
+                self.is_recording = False
             self._forms[key] = InputForm(program, SequenceCuts(self.plan, program.flow))
         return self._forms[key]
 

@@ -1,0 +1,201 @@
+"""TRL's trainers of pairs, DPOTrainer and RewardTrainer, alone and under plans with a pipeline.
+
+Import it in a job only: it imports accelerate, peft and trl.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset, load_from_disk
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    LlamaForSequenceClassification,
+    TrainerCallback,
+)
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+
+import meshplan
+from tests.helpers.hf_jobs import MICRO, error_of, model
+from tests.helpers.lit import launched
+from tests.helpers.sft_jobs import WORDS, tokenizer
+
+PLANS: Final[Mapping[str, dict[str, Any]]] = {
+    "pp": {"mesh": {"pp": 2}, "pipeline": {"microbatches": 2}},
+    "pp_ddp": {"mesh": {"dp_replicate": 2, "pp": 2}, "strategy": "ddp",
+               "pipeline": {"microbatches": 2}},
+    "pp_fsdp": {"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"microbatches": 2}},
+    "pp_tp": {"mesh": {"pp": 2, "tp": 2}, "tp_plan": "auto", "pipeline": {"microbatches": 4}},
+    "ddp": {"strategy": "ddp"},
+}  # fmt: skip
+RANKS: Final = {"": 1, "pp": 1, "pp_ddp": 2, "pp_fsdp": 2, "pp_tp": 1, "ddp": 4}
+"""Data ranks of a plan."""
+
+
+def pairs(num: int, *, is_scored: bool = False) -> Dataset:
+    """Prompts with a better and a worse answer, of different lengths."""
+    generator = torch.Generator().manual_seed(5)
+    rows: dict[str, list[Any]] = {"prompt": [], "chosen": [], "rejected": []}
+    for number in range(num):
+        drawn = torch.randint(len(WORDS), (14,), generator=generator).tolist()
+        words = [WORDS[each] for each in drawn]
+        rows["prompt"].append(" ".join(words[: 2 + number % 3]) + " ")
+        rows["chosen"].append(" ".join(words[5 : 7 + number % 4]))
+        rows["rejected"].append(" ".join(words[10 : 11 + number % 3]))
+    if is_scored:
+        rows["margin"] = [0.1 * (number % 5) for number in range(num)]
+    return Dataset.from_dict(rows)
+
+
+class Logs(TrainerCallback):  # type: ignore[misc]
+    """Keeps all numbers that are logged, but times."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        left_out = ("runtime", "per_second", "flos")
+        kept = {k: float(v) for k, v in (logs or {}).items() if not any(x in k for x in left_out)}
+        self.logs.append(kept)
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(_gpt2_config())
+
+
+def _gpt2_config() -> GPT2Config:
+    return GPT2Config(
+        vocab_size=64, n_embd=16, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+
+
+def gpt2_scores() -> Any:
+    torch.manual_seed(0)
+    config = _gpt2_config()
+    config.num_labels, config.pad_token_id = 1, 2
+    return GPT2ForSequenceClassification(config)
+
+
+def llama_scores() -> Any:
+    torch.manual_seed(0)
+    config = model().config
+    config.num_labels, config.pad_token_id = 1, 2
+    return LlamaForSequenceClassification(config)
+
+
+def adapted() -> Any:
+    """A Llama whose adapters have begun to learn: DPO keeps a copy of them as the reference."""
+    made = get_peft_model(model(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:
+            with torch.no_grad():
+                parameter.normal_(std=0.1, generator=generator)
+    return made
+
+
+def other() -> Any:
+    """A reference that is not the model as it begins."""
+    made = model()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(0.9)
+    return made
+
+
+def adapters(**more: Any) -> LoraConfig:
+    return LoraConfig(r=4, init_lora_weights=False, **more)
+
+
+CASES: Final[Mapping[str, dict[str, Any]]] = {
+    "reward": {"base": RewardTrainer, "model": llama_scores},
+    "reward_margin": {"base": RewardTrainer, "model": gpt2_scores, "is_scored": True,
+                      "center_rewards_coefficient": 0.1},
+    "reward_lora": {
+        "base": RewardTrainer, "model": llama_scores,
+        "peft": {"target_modules": "all-linear", "modules_to_save": ["score"],
+                 "task_type": "SEQ_CLS"},
+    },
+    "dpo_other": {"base": DPOTrainer, "model": model, "ref_model": other},
+    "dpo_gpt2": {"base": DPOTrainer, "model": gpt2, "ref_model": gpt2},
+    "dpo_precomputed": {"base": DPOTrainer, "model": model, "precompute_ref_log_probs": True},
+    "dpo_lora": {"base": DPOTrainer, "model": model, "peft": {"target_modules": "all-linear"}},
+    "dpo_adapted": {"base": DPOTrainer, "model": adapted},
+    "dpo_ipo": {"base": DPOTrainer, "model": gpt2, "loss_type": ["ipo"],
+                "peft": {"target_modules": ["c_attn"], "fan_in_fan_out": True}},
+}  # fmt: skip
+
+
+def _on_disk(data: Dataset, folder: str) -> Dataset:
+    """Return a dataset of files that all ranks read."""
+    if meshplan.is_main():
+        data.save_to_disk(folder)
+    if dist.is_initialized():
+        dist.barrier()
+    return load_from_disk(folder)
+
+
+def _run(name: str, folder: str, case: str, **more: Any) -> list[dict[str, float]]:
+    given = {**CASES[case], **more}
+    base, ranks = given.pop("base"), RANKS[name]
+    is_scored = given.pop("is_scored", False)
+    of_trainer: dict[str, Any] = {}
+    if "ref_model" in given:
+        of_trainer["ref_model"] = given.pop("ref_model")().double()
+    if "peft" in given:
+        of_trainer["peft_config"] = adapters(**given.pop("peft"))
+    made = given.pop("model")().double()
+    num, evaluated = given.pop("num", 4 * MICRO), given.pop("evaluated", 2 * MICRO)
+    kind: Any = RewardConfig if base is RewardTrainer else DPOConfig
+    if base is DPOTrainer:
+        given.setdefault("beta", 2.0)
+    args = kind(
+        output_dir=folder, per_device_train_batch_size=MICRO // ranks,
+        per_device_eval_batch_size=MICRO // ranks, gradient_accumulation_steps=2,
+        num_train_epochs=2, learning_rate=0.5, optim="sgd", max_grad_norm=0.5, logging_steps=1,
+        use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, save_strategy="no", seed=3,
+        max_length=16, gradient_checkpointing=False, lr_scheduler_type="constant", **given,
+    )  # fmt: skip
+    seen = Logs()
+    plan: dict[str, Any] = {"plan": {"version": 1, **PLANS[name]}} if name else {}
+    data = [pairs(num, is_scored=is_scored), pairs(evaluated, is_scored=is_scored)]
+    if given.get("precompute_ref_log_probs"):
+        # TRL shares what it computes by files beside those of the dataset.
+        data = [_on_disk(each, f"{folder}/{index}") for index, each in enumerate(data)]
+    runner = (meshplan.trainer(base) if name else base)(
+        model=made, args=args, train_dataset=data[0], eval_dataset=data[1],
+        processing_class=tokenizer(), callbacks=[seen], **of_trainer, **plan,
+    )  # fmt: skip
+    runner.train()
+    runner.evaluate()
+    return seen.logs
+
+
+def alone(folder: str, cases: tuple[str, ...], more: dict[str, Any]) -> dict[str, Any]:
+    """In one process, with TRL alone."""
+    return {case: _run("", f"{folder}/{case}", case, **more) for case in cases}
+
+
+def planned(
+    name: str, folder: str, cases: tuple[str, ...], more: dict[str, Any]
+) -> dict[str, Any]:  # fmt: skip
+    """Under a plan, on the ranks of a pool."""
+    with launched():
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        return {case: _run(name, f"{folder}/{case}", case, **more) for case in cases}
+
+
+def refused(name: str, folder: str, case: str, more: dict[str, Any]) -> str:
+    """Return the error of a trainer that a plan does not suit; "" if there is none."""
+    with launched():
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        return error_of(lambda: _run(name, folder, case, **more))
