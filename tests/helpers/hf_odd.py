@@ -367,14 +367,26 @@ def planned(name: str, folder: str, cases: tuple[str, ...]) -> dict[str, Any]:
     return {case: _run(name, f"{folder}/{case}", CASES[case]) for case in cases}
 
 
+class Seeing(Trainer):  # type: ignore[misc]
+    """Keeps which tokens are hidden."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.hidden: list[Any] = []
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.hidden.append((inputs["labels"] != -100).tolist())
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
 @_in_ranks
-def hiding(name: str, folder: str) -> list[float]:
-    """Return the losses of a model that learns hidden tokens, which workers draw."""
-    case = {"model": unscaled, "data": Texts(16), "data_collator": masked,
+def hiding(name: str, folder: str) -> tuple[list[float], list[Any]]:
+    """Return the losses of a model that learns hidden tokens, which workers draw, and which."""
+    case = {"model": unscaled, "base": Seeing, "data": Texts(16), "data_collator": masked,
             "dataloader_num_workers": 1}  # fmt: skip
     runner, seen = _made(name, folder, case)
     runner.train()
-    return seen.losses
+    return seen.losses, runner.hidden
 
 
 @_in_ranks
