@@ -402,6 +402,7 @@ class _Planned(Saving):
         items = NumItems(number) if number is not None else None
         if items is not None:
             kwargs["num_items_in_batch"] = items.number
+        counted = self._count_labels(inputs) if items is not None else None
         with self._step.guarding_loss(), self._loss_ranks as seen:
             found = super().compute_loss(model, inputs, **kwargs)  # type: ignore[misc]
         is_used = items is not None and items.is_used and stated_scaling(self) is not False
@@ -416,7 +417,7 @@ class _Planned(Saving):
             factor *= self._ranks()[0]
         elif items is not None and not is_used and self.compute_loss_func is not None:
             factor /= self._ranks()[0]  # The Trainer has multiplied a mean.
-        return times(found, factor)
+        return times(found, factor, counted)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         clip = applied(self._planned()).plan.spec.clip_grad_norm

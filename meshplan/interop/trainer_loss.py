@@ -222,11 +222,19 @@ def weight_of_labels(trainer: Any, inputs: Any) -> float | None:
     return float(counted / every.double().mean()) if int(every.sum()) else None
 
 
-def times(found: Any, factor: float) -> Any:
-    """Return a loss, or a pair of it and outputs, with the loss multiplied."""
-    if factor == 1.0:
-        return found
+def times(found: Any, factor: float, counted: torch.Tensor | None = None) -> Any:
+    """Return a loss, or a pair of it and outputs, with the loss multiplied.
+
+    Args:
+        found: The loss, or the pair.
+        factor: The factor.
+        counted: Number of labels that count in the loss; None if not known.
+    """
     loss = found[0] if isinstance(found, tuple) else found
     # The mean over no labels is NaN.
-    loss = (torch.nan_to_num(loss) if factor == 0.0 else loss) * factor
+    if factor == 0.0:
+        loss = torch.nan_to_num(loss)
+    elif counted is not None:
+        loss = torch.where(counted > 0, loss, torch.nan_to_num(loss))
+    loss = loss if factor == 1.0 else loss * factor
     return (loss, *found[1:]) if isinstance(found, tuple) else loss
