@@ -274,10 +274,7 @@ CASES: Final[Mapping[str, dict[str, Any]]] = {
     },
     "samples": {"model": classifying, "base": MeanOfSamples, "data": Classes(29), "accumulate": 2},
     "plain": {"model": plain, "data": Texts(29)},
-    "shares": {
-        "data": Texts(19), "compute_loss_func": share_of_mean, "accumulate": 2,
-        "evaluated": Texts(16),
-    },
+    "shares": {"data": Texts(19), "compute_loss_func": share_of_mean, "accumulate": 2},
     "ignoring": {
         "model": classifying, "compute_loss_func": mean_loss, "data": Classes(29),
     },
