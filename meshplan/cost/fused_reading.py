@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 
-from meshplan.cost.fusion import Access, FusedTraffic, Pass
-from meshplan.cost.reading import _PRODUCTS, _SENT, Reading
+from meshplan.cost.fusion import Access, CompiledPass, FusedTraffic
+from meshplan.cost.reading import Reading
 from meshplan.cost.tallies import WorkCounts
 from meshplan.memory.tape.tape import TapeOp
 
-_FORWARD, _AGAIN, _BACKWARD = (Pass("", phase) for phase in ("forward", "again", "backward"))
+_FORWARD, _AGAIN, _BACKWARD = (
+    CompiledPass("", phase) for phase in ("forward", "again", "backward")
+)
 
 
 class FusedReading(Reading):
@@ -40,17 +42,12 @@ class FusedReading(Reading):
         )
         return forward, backward, (WorkCounts(), selective, full)
 
-    def _has_own_kernel(self, row: TapeOp) -> bool:
-        """Return True for an op that is not fused with others."""
-        return bool(row.flops) or row.is_sent or row.op in {*_PRODUCTS, *_SENT, "attention",
-                                                            "all_to_all", "embedding"}  # fmt: skip
-
     def _is_nothing(self, row: TapeOp) -> bool:
         """Return True for an op without a kernel: a view of what it reads."""
         return bool(row.makes) and self._is_view(row) and not row.flops
 
     def _fused_forward(
-        self, traffic: FusedTraffic, code: Pass, numbers: Iterable[int]
+        self, traffic: FusedTraffic, code: CompiledPass, numbers: Iterable[int]
     ) -> WorkCounts:
         out = WorkCounts()
         for number in numbers:

@@ -36,7 +36,7 @@ class Access(NamedTuple):
     nbytes: float
 
 
-class Pass(NamedTuple):
+class CompiledPass(NamedTuple):
     """The code that is compiled together.
 
     Attributes:
@@ -56,7 +56,7 @@ class _Kernel(NamedTuple):
         depth: Products on the longest way to it, in this pass.
     """
 
-    code: Pass
+    code: CompiledPass
     depth: int
 
 
@@ -75,7 +75,7 @@ class FusedTraffic:
         """What each kernel reads from memory."""
 
     def fuse(
-        self, code: Pass, reads: Sequence[Access], makes: Iterable[Access]
+        self, code: CompiledPass, reads: Sequence[Access], makes: Iterable[Access]
     ) -> tuple[float, float]:
         """Add an operator to its kernel; return the (kernels, bytes) that this adds.
 
@@ -110,7 +110,9 @@ class FusedTraffic:
             self._unwritten[value] = nbytes
         return begun, moved
 
-    def run(self, code: Pass, reads: Sequence[Hashable], makes: Iterable[Hashable] = ()) -> float:
+    def run(
+        self, code: CompiledPass, reads: Sequence[Hashable], makes: Iterable[Hashable] = ()
+    ) -> float:
         """Run an operator that is a kernel of its own; return the bytes written for it.
 
         Args:
@@ -125,6 +127,6 @@ class FusedTraffic:
             self._unwritten.pop(value, None)
         return written
 
-    def _depth(self, code: Pass, values: Iterable[Hashable]) -> int:
+    def _depth(self, code: CompiledPass, values: Iterable[Hashable]) -> int:
         makers = (self._made.get(value) for value in values)
         return max((each.depth for each in makers if each and each.code == code), default=0)

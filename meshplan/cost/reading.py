@@ -238,6 +238,11 @@ class Reading:
         """Return True if all outputs of an op are views."""
         return all(self._tape.base[value] != value for value in row.makes)
 
+    def _has_own_kernel(self, row: TapeOp) -> bool:
+        """Return True for an op that a compiler does not fuse with others."""
+        apart = {*_PRODUCTS, *_SENT, "attention", "all_to_all", "embedding"}
+        return bool(row.flops) or row.is_sent or row.op in apart
+
     def _fused(self, row: TapeOp, direction: int) -> WorkCounts:
         """Count the collectives inside a product of nanotron's ("column" or "row").
 

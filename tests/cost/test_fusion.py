@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from meshplan.cost.chain import chain_of
-from meshplan.cost.fusion import Access, FusedTraffic, Pass
+from meshplan.cost.fusion import Access, CompiledPass, FusedTraffic
 from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import make_plan
 from meshplan.runtime.fake_step.costs import Ask, watch
@@ -23,7 +23,9 @@ from meshplan.runtime.fake_step.kernels import OperatorWork
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
 
-FORWARD, AGAIN, BACKWARD = (Pass("block", phase) for phase in ("forward", "again", "backward"))
+FORWARD, AGAIN, BACKWARD = (
+    CompiledPass("block", phase) for phase in ("forward", "again", "backward")
+)
 
 
 def of(*names: str, size: float = 1.0) -> list[Access]:
@@ -52,7 +54,7 @@ def test_a_residual_is_written_for_the_next_kernel_and_not_for_backward():
 
 def test_kernels_end_with_their_block():
     traffic = FusedTraffic()
-    other = Pass("next", "forward")
+    other = CompiledPass("next", "forward")
     assert traffic.fuse(FORWARD, of("x"), of("out")) == (1, 1)
     assert traffic.fuse(other, of("out"), of("normed")) == (1, 2)  # Written, and read.
 

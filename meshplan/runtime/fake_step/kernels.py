@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from meshplan.cost.fusion import Access, FusedTraffic, Pass
+from meshplan.cost.fusion import Access, CompiledPass, FusedTraffic
 from meshplan.layout.mesh import Mesh
 from meshplan.runtime.base.pytree import given_to
 from meshplan.runtime.fake_step.cuda_mode import Behaviour
@@ -211,7 +211,7 @@ class KernelCounter(MemoryTracker):
         """
         # Only the recomputation of a forward needs gradients in backward.
         again = "again" if torch.is_grad_enabled() else "backward"
-        code = Pass(where.block, again if where.is_backward else "forward")
+        code = CompiledPass(where.block, again if where.is_backward else "forward")
         made = given_to(out)
         is_moving = func.namespace == "aten" and not done.flops
         if where.is_after or not is_moving or func.overloadpacket in _OWN_KERNEL:
