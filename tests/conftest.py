@@ -16,7 +16,9 @@ from tests.helpers.pool import Pool, forkserver
 
 WIDE = frozenset((Path(__file__).parent / "wide_cases.txt").read_text().splitlines())
 """Cases that take seconds and combine what others show, beside those that say so themselves."""
-collect_ignore = ["transcripts/files", "interop/scripts", "helpers/sft_jobs.py"]
+collect_ignore = [
+    "transcripts/files", "interop/scripts", "helpers/sft_jobs.py", "helpers/pair_jobs.py",
+]  # fmt: skip
 """Scripts and models that tests run, which train when they are imported; and jobs that import
 packages which most machines lack."""
 MOST_KEPT = 4
