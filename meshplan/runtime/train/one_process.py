@@ -263,14 +263,22 @@ def _train(
             if parameter.grad is not None:
                 parameter.grad /= scale
         if plan.spec.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), plan.spec.clip_grad_norm)
+            norm = _gradient_norm(model)
+            nn.utils.clip_grads_with_norm_(model.parameters(), plan.spec.clip_grad_norm, norm)
         if step < STEPS - 1:
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), float("inf"))))
+            norms.append(float(_gradient_norm(model)))
         optimizer.step()
         after_step()
         optimizer.zero_grad()
         losses.append(loss)
     return TrainingRun(losses=tuple(losses), norms=tuple(norms))
+
+
+def _gradient_norm(model: nn.Module) -> torch.Tensor:
+    """Return the norm of all gradients, added up in float64: see `gradient_scale`."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    squares = (torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in gradients)
+    return sum(squares, torch.zeros((), dtype=torch.float64)).sqrt().float()
 
 
 def _parts(
