@@ -26,6 +26,9 @@ from meshplan.runtime.base.mesh import device, local_of, shard_axes, submesh, wi
 from meshplan.runtime.train.grad_hooks import call_grad_hooks
 from meshplan.runtime.watch.guard import guarded
 
+_MOST_IN_FLOAT32: Final = 1 << 20
+"""Elements of a tensor on CPU whose norm is added up in float32. torch adds its squares one after
+the other: the norm of 50 million elements is half a percent too small. GPUs add them in a tree."""
 _SCALE_WINDOW: Final = 2000
 """Steps without overflow after which the fp16 loss scale doubles, as in torch.amp.GradScaler."""
 
@@ -138,11 +141,18 @@ def _power_sum(parts: Iterable[torch.Tensor], p: float) -> torch.Tensor:
     parts = [part for part in parts if part.numel()]
     if not parts:
         return torch.zeros((), device=device(), dtype=dtype)
-    # On CPU torch adds the squares of a tensor one after the other: in float32, the norm of 50
-    # million elements is half a percent too small. GPUs add them in a tree.
-    exact = torch.float64 if parts[0].device.type == "cpu" else None
-    norms = torch.stack([n.to(dtype) for n in torch._foreach_norm(parts, p, dtype=exact)])
+    norms = torch.stack([n.to(dtype) for n in _norms(parts, p)])
     return norms.max() if math.isinf(p) else (norms**p).sum()
+
+
+def _norms(parts: list[torch.Tensor], p: float) -> list[torch.Tensor]:
+    """Return the p-norm of each tensor, in any order."""
+    long = [t for t in parts if t.device.type == "cpu" and t.numel() > _MOST_IN_FLOAT32]
+    if not long:
+        return list(torch._foreach_norm(parts, p))
+    short = [t for t in parts if t.numel() <= _MOST_IN_FLOAT32]
+    found = torch._foreach_norm(long, p, dtype=torch.float64)
+    return [*found, *(torch._foreach_norm(short, p) if short else ())]
 
 
 def _sum_over(
