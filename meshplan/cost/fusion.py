@@ -72,7 +72,7 @@ class FusedTraffic:
         """Values that follow from no other: constants, masks, random numbers. Kernels make them
         where they need them."""
         self._read: dict[_Kernel, set[Hashable]] = {}
-        """What each kernel reads from memory."""
+        """Memory that each kernel has read, as (value, part)."""
 
     def fuse(
         self, code: CompiledPass, reads: Sequence[Access], makes: Iterable[Access]
@@ -124,6 +124,7 @@ class FusedTraffic:
         written = sum(self._unwritten.pop(value, 0.0) for value in reads)
         for value in makes:
             self._made[value] = after
+            self._inlined.discard(value)
             self._unwritten.pop(value, None)
         return written
 

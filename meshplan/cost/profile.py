@@ -115,7 +115,7 @@ class Profile:
 
     @property
     def note(self) -> str:
-        """What to know about step times by these constants, as one sentence.
+        """A sentence on the origin of step times by these constants.
 
         It says whose constants they are and which network was assumed; "" for generic constants
         and links that the plan states.
@@ -168,8 +168,8 @@ typical of, an H100. Source: see `Device.product_flops`."""
 def _product_efficiency(device: Device, dtype: str) -> float:
     """Return the share of the peak that the products of a model reach by generic constants.
 
-    It is proportional to what the fastest product reaches there, which differs more between devices
-    (0.87 of the peak on an A100, 0.51 on an MI300X) than frameworks do on one of them.
+    It is proportional to what the fastest product reaches on the device: 0.87 of the peak on an
+    A100, 0.51 on an MI300X.
     """
     usual, peak = GENERIC["efficiency"], device.peak_flops.get("bfloat16")
     if device.product_flops is None or peak is None or dtype == "float32":

@@ -133,7 +133,7 @@ class _Planned(Saving):
         """True if a pipeline computes losses for those samples alone."""
         self._loss_ranks: LossRanks | None = None
         self._cut: BatchCut | None = None
-        """How a pipeline cuts a batch; None before the first one."""
+        """The cut of a pipeline's batches; None before the first one."""
         self._shifts_labels = False
         """True if the model's loss is that of a causal LM, which divides by the number of items."""
         spec_of(plan)  # An unreadable plan is reported here, not at the first batch.

@@ -1,4 +1,4 @@
-"""How a pipeline cuts a Trainer's batch, of which a sample may be several rows.
+"""Cut a Trainer's batch for a pipeline, where a sample may be several rows.
 
 A batch of TRL's DPOTrainer or RewardTrainer has all chosen answers, then all rejected ones: each
 part of it needs the same samples of both halves.
@@ -26,7 +26,7 @@ from meshplan.runtime.base.pytree import tensors_in
 
 @dataclass(frozen=True)
 class BatchCut:
-    """How the batches of a Trainer are cut, and what its loss needs of the other stages.
+    """The way to cut the batches of a Trainer, and what its loss needs of the other stages.
 
     Args:
         blocks: Number of equal blocks of rows, of which each has one row of every sample, in the

@@ -52,6 +52,14 @@ def test_a_residual_is_written_for_the_next_kernel_and_not_for_backward():
     assert traffic.fuse(AGAIN, of("x"), of("sum again")) == (1, 1)
 
 
+def test_constants_are_made_where_they_are_read_until_a_product_writes_them():
+    traffic = FusedTraffic()
+    assert traffic.fuse(FORWARD, [], of("mask")) == (0, 0)
+    assert traffic.fuse(FORWARD, of("x", "mask"), of("y")) == (1, 1)
+    traffic.run(FORWARD, ["y"], ["mask"])
+    assert traffic.fuse(FORWARD, of("mask"), of("z")) == (1, 1)
+
+
 def test_kernels_end_with_their_block():
     traffic = FusedTraffic()
     other = CompiledPass("next", "forward")

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from datasets import Dataset, load_from_disk
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -23,7 +23,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 import meshplan
-from tests.helpers.hf_jobs import MICRO, error_of, model
+from tests.helpers.hf_jobs import MICRO, adapted, error_of, model
 from tests.helpers.lit import launched
 from tests.helpers.sft_jobs import WORDS, tokenizer
 
@@ -90,17 +90,6 @@ def llama_scores() -> Any:
     config = model().config
     config.num_labels, config.pad_token_id = 1, 2
     return LlamaForSequenceClassification(config)
-
-
-def adapted() -> Any:
-    """A Llama whose adapters have begun to learn: DPO keeps a copy of them as the reference."""
-    made = get_peft_model(model(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in made.named_parameters():
-        if "lora_B" in name:
-            with torch.no_grad():
-                parameter.normal_(std=0.1, generator=generator)
-    return made
 
 
 def other() -> Any:
