@@ -23,17 +23,20 @@ from meshplan.memory.decoder.sizes import Shape
 from meshplan.memory.log.allocator import OutOfMemoryError, Reserve, reserve
 from meshplan.memory.log.events import EventLog
 from tests.bench import published_time
-from tests.bench.frameworks import native
+from tests.bench.frameworks import megatron_job, native
 from tests.bench.frameworks.nanotron_job import Job, log_of, made_of
 from tests.bench.frameworks.nanotron_pace import QUEUE, lag_of
 from tests.bench.mapping import (
+    Megatron,
     Nanotron,
     Row,
     SkipError,
     case_of,
     checked,
     is_nanotron,
+    measured_gib,
     metric_of,
+    states_of,
     usable_gib,
 )
 from tests.bench.row_check import UNFORESEEN, named, read_rows
@@ -45,8 +48,9 @@ OUTSIDE: Final = 2.0
 WORKSPACES: Final = 0.07
 """GiB of cuBLAS workspaces in native runs, forward's thread and backward's.
 Source: torch, aten/cuda/CublasHandlePool.cpp, 32 MiB each on Hopper."""
-SPREAD: Final = {"eager": 0.03, "compiled": 0.08, "nanotron": 0.04}
-"""Half a band, as a share. [Empirical] of the rows that the profiles were made with."""
+SPREAD: Final = {"eager": 0.03, "compiled": 0.08, "nanotron": 0.04, "megatron": 0.04}
+"""Half a band, as a share. [Empirical] of the rows that the profiles were made with; that of
+megatron is nanotron's."""
 
 EXACT: Final = 0.01
 """Likewise of what is allocated without tp, where nothing lags: it follows from the code, and what
@@ -62,6 +66,10 @@ def predict(row: Row) -> dict[str, Any]:
         row = checked(row)
         kind, usable, case = metric_of(row), usable_gib(row), case_of(row)
         room = int((usable - OUTSIDE) * GIB)
+        if isinstance(case, Megatron):
+            return out | _megatron(row, case, kind, usable)
+        if kind == "total":
+            raise SkipError(f"mem_metric {row['measured']['mem_metric']!r} has no rules")
         if isinstance(case, Nanotron):
             figure, band, least = _nanotron(case, kind, room)
         else:
@@ -95,6 +103,41 @@ def _nanotron(case: Nanotron, kind: str, room: int) -> tuple[float, tuple[float,
     above = edge if case.job.tp > 1 else EXACT
     band = (min(low, figure) * (1 - edge), max(high, figure) * (1 + edge))
     return figure, band, most * (1 + above)
+
+
+def _megatron(row: Row, case: Megatron, kind: str, usable: float) -> dict[str, Any]:
+    """The answer of a row of Megatron's, of the fullest rank.
+
+    Where nvidia-smi was read, and not on all nodes, it is that of the first node.
+    """
+    job, stages = case.job, len(case.job.stages)
+    outside = megatron_job.outside_bytes(case.device, job.tp, job.dp, stages)
+    logs = {rank: megatron_job.log_of(case.shape, job, rank) for rank in job.distinct()}
+    read = [rank for rank in logs if rank in case.on_first_node]
+    if kind != "total" or "max over nodes" in row["measured"]["mem_metric"]:
+        read = list(logs)
+    held = [reserve(logs[rank]) for rank in read]
+    most = max(each.allocated_bytes if kind != "reserved" else each.reserved_bytes for each in held)
+    more = (0, 0, 0)
+    if kind == "total":
+        most, more = max(each.reserved_bytes for each in held), outside
+    edge, room = SPREAD["megatron"], int(usable * GIB) - outside.expected
+    low, high = (round(most * (1 + sign * edge) + more[1 + sign]) for sign in (-1, 1))
+    return {
+        "predicted_bytes": most + more[1],
+        "band": [low, high],
+        "fits": all(_is_within(log, room) for log in logs.values()),
+        "metric": kind,
+    }
+
+
+def _is_within(log: EventLog, room: int) -> bool:
+    """Whether the allocator finds a place for everything, once it has given back what is free."""
+    try:
+        reserve(log, limit_bytes=room)
+    except OutOfMemoryError:
+        return False
+    return True
 
 
 def _lagging(shape: Shape, job: Job, lag: int, room: int) -> Reserve:
@@ -140,8 +183,15 @@ def summary(rows: Sequence[Row], answers: Sequence[Mapping[str, Any]]) -> dict[s
         groups["all"].append((row, answer))
         groups[str(answer["group"])].append((row, answer))
         if answer["skipped"] is None:
-            groups["nanotron" if is_nanotron(row) else "native"].append((row, answer))
+            groups[_kind_of(row)].append((row, answer))
     return {name: _of_group(members) for name, members in groups.items()}
+
+
+def _kind_of(row: Row) -> str:
+    """By whose rules a row is told."""
+    if is_nanotron(row):
+        return "nanotron"
+    return "native" if states_of(row) is None else "copies in fp32"
 
 
 def _of_group(members: Iterable[tuple[Row, Mapping[str, Any]]]) -> dict[str, Any]:
@@ -153,7 +203,7 @@ def _of_group(members: Iterable[tuple[Row, Mapping[str, Any]]]) -> dict[str, Any
             skipped[answer["skipped"]] += 1
             continue
         scored += 1
-        real = row["measured"].get("peak_mem_gib")
+        real = measured_gib(row)
         if real:
             errors.append(abs(answer["predicted_bytes"] / GIB / real - 1))
         did_fit = row["measured"].get("fits")

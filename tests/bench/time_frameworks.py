@@ -21,6 +21,7 @@ from meshplan.memory.tape.tape import Tape
 from meshplan.memory.tape.tape import TapeOp as TapeRow
 from meshplan.spec.spec import Precision
 from tests.bench.frameworks import nanotron, torchtitan
+from tests.bench.frameworks.megatron import CORE, megatron_tape
 from tests.bench.frameworks.nanotron_job import Job
 from tests.bench.mapping import ADAMW, NANOTRON_PRECISION, Row, SkipError, nanotron_only, only
 from tests.bench.time_case import (
@@ -36,7 +37,6 @@ from tests.bench.time_case import (
     sizes_of,
 )
 from tests.bench.time_nanotron import IN_BUCKETS, SUMMED, stall_seconds, write_nanotron
-from tests.bench.time_tapes import CORE, megatron_tape
 
 
 @cache

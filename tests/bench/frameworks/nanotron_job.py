@@ -44,7 +44,9 @@ class Job:
     zero: int
 
 
-class _Writer:
+class LogWriter:
+    """Writes storages and events of a single phase."""
+
     def __init__(self) -> None:
         self.storages: list[Storage] = []
         self.events: list[Event] = []
@@ -55,10 +57,16 @@ class _Writer:
         return len(self.storages) - 1
 
 
-def order(job: Job, most: int) -> Iterator[tuple[bool, int]]:
-    """(is it forward, which microbatch) by one-forward-one-backward."""
-    count = min(job.accumulate, most)
-    ahead = min(job.pp - job.rank - 1, count)
+def order(accumulate: int, following: int, most: int) -> Iterator[tuple[bool, int]]:
+    """(is it forward, which microbatch) by one-forward-one-backward.
+
+    Args:
+        accumulate: Microbatches of a step.
+        following: Pipeline ranks after this one.
+        most: Microbatches that are played at the most.
+    """
+    count = min(accumulate, most)
+    ahead = min(following, count)
     for number in range(count + ahead):
         if number < count:
             yield True, number
@@ -85,7 +93,7 @@ def log_of(shape: Shape, job: Job, lag: int = 0, steps: int = 3) -> EventLog:
     """
     work = _work(shape, job.stage, job.batch, job.seq_len, job.tp)
     params = job.stage.parameters(shape, job.tp)
-    w, cut, whole = _Writer(), job.dp if job.zero else 1, sum(params)
+    w, cut, whole = LogWriter(), job.dp if job.zero else 1, sum(params)
     for numel in params:
         w.make(_BF16 * numel, Term.PARAMETERS)
     for bucket in buckets_of(params) if job.dp > 1 and not job.zero else ():
@@ -102,7 +110,7 @@ def log_of(shape: Shape, job: Job, lag: int = 0, steps: int = 3) -> EventLog:
     late: deque[tuple[int, Event]] = deque()
     made = 0
     for step in range(steps):
-        for is_forward, number in order(job, job.pp + 4):
+        for is_forward, number in order(job.accumulate, job.pp - job.rank - 1, job.pp + 4):
             if is_forward:
                 first[number] = len(w.storages)
                 w.storages.extend(work.storages)

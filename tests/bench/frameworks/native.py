@@ -4,7 +4,9 @@ Source: pytorch/torchtitan, models/llama3/infra/parallelize.py and train.py; Kem
 distributed/parallel.py (gradients reduced in fp32, a root that gives its parameters back),
 training/loss.py (of bf16 logits) and training/grad.py; torchtune, modules/rms_norm.py and
 modules/loss/ce_chunked_output_loss.py; torch 2.6, torch/distributed/fsdp/_fully_shard/
-_fsdp_collectives.py (the streams of all-gather and reduce-scatter). [Empirical], from the runs
+_fsdp_collectives.py (the streams of all-gather and reduce-scatter); mosaicml/llm-foundry,
+models/mpt/modeling_mpt.py (`loss_fn: fused_crossentropy`), whose FSDP1 is played as FSDP2, and so
+is that of foundation-model-stack/fms-fsdp. [Empirical], from the runs
 themselves and no source: logits that spring 2024 holds through backward, KempnerForge with tp or on
 one data rank, where its own code alone tells 4 to 20 % less than was measured, and the allocator's
 segments of October 2025.
@@ -16,12 +18,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from meshplan.memory.decoder.sizes import shape_of
+from meshplan.memory.decoder.microbatch import MicrobatchSpec
+from meshplan.memory.decoder.microbatch import tape_of as decoder_tape
+from meshplan.memory.decoder.sizes import Shape, shape_of
 from meshplan.memory.log.events import EventLog, Term
 from meshplan.memory.replay import replay
 from meshplan.memory.replay.shards import unit_shards
 from meshplan.memory.replay.unit import GATHERING, REDUCING
-from meshplan.memory.tape.tape import play
+from meshplan.memory.tape.ops import TapeBuilder
+from meshplan.memory.tape.tape import Grad, Tape, play
 from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.plan.restrict import restrict
@@ -47,6 +52,9 @@ class Profile:
         norms_in_fp32: Whether norms are written out in fp32, which compilation fuses.
         fuses_loss: Whether compilation fuses the loss with its cast to fp32.
         expandable: Whether the allocator's segments expand.
+        is_mpt: Whether the model is MPT, whose loss is one kernel of logits in bf16.
+        reduces_in_bf16: Whether gradients are reduced in bf16.
+        all_stay: Whether all blocks stay gathered after forward.
     """
 
     what: str
@@ -61,6 +69,9 @@ class Profile:
     norms_in_fp32: bool = False
     fuses_loss: bool = False
     expandable: bool = False
+    is_mpt: bool = False
+    reduces_in_bf16: bool = False
+    all_stay: bool = False
 
 
 TITAN_2024_04: Final = Profile(
@@ -81,6 +92,10 @@ KEMPNER: Final = Profile(
 TORCHTUNE: Final = Profile(
     what="torchtune 2025-01, one device", is_bare=True, norms_in_fp32=True, fuses_loss=True
 )
+
+FOUNDRY: Final = Profile(what="llm-foundry, 2023", is_mpt=True)
+FOUNDRY_PURE: Final = replace(FOUNDRY, reduces_in_bf16=True)
+FMS: Final = Profile(what="fms-fsdp, spring 2024", reduces_in_bf16=True)
 
 
 def log_of(
@@ -107,10 +122,30 @@ def log_of(
         norms_in_fp32=profile.norms_in_fp32 and not how.is_compiled,
     )
     plan = _plan(config, mesh, profile, accumulate)
-    work = play(tape_of(shape_of(plan.graph), how), sums_in_place=True)
+    shape = shape_of(plan.graph)
+    tape = _mpt_tape(shape, how) if profile.is_mpt else tape_of(shape, how)
+    work = play(tape, sums_in_place=True)
     # Fused Adam takes nothing for itself.
     log = replay(work, plan, "adamw", foreach=False)
     return settled(log, _streams_of(plan, 0))
+
+
+def _mpt_tape(shape: Shape, how: Training) -> Tape:
+    """GPT-2's operations, but for the loss: it is one kernel, which keeps logits in bf16."""
+    every = frozenset(range(shape.layers)) if how.recompute == "full" else frozenset[int]()
+    run = MicrobatchSpec(batch=how.batch, seq_len=how.tokens, element_bytes=2, recomputed=every)
+    tape = decoder_tape(shape, run)
+    logits = tape.rows[tape.loss_start].reads[0]
+    targets = [value for value, term in tape.before.items() if term is Term.INPUTS][1]
+    del tape.rows[tape.loss_start :]
+    for values in (tape.nbytes, tape.base, tape.last_use):
+        del values[logits + 1 :]
+    tape.last_use = [min(each, len(tape.rows)) for each in tape.last_use]
+    w = TapeBuilder(tape, 2, 2, is_cuda=True)
+    grads = (Grad(logits, w.size(logits)),)
+    w.row("fused_cross_entropy", (logits, targets), 4, keeps=(logits, targets), grads=grads)
+    tape.hold(logits)
+    return tape
 
 
 def _streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:
@@ -158,6 +193,10 @@ def _plan(
     sums_whole = profile.sums_whole and accumulate > 1 and _is_alone(mesh)
     if profile.is_pure:
         spec["precision"] = {"param": "bfloat16", "reduce": "float32", "master": "bfloat16"}
+    if profile.reduces_in_bf16:
+        spec["precision"] = {"param": "bfloat16", "reduce": "bfloat16"}
+    if profile.all_stay:
+        spec["strategy"] = "zero2"
     if mesh.get("tp", 1) > 1:
         spec["tp_plan"] = "hf"
     if profile.ends_apart or (profile.keeps_logits and _is_alone(mesh)):
