@@ -240,7 +240,8 @@ _MEGATRON_RECOMPUTE: Final = {
     "none": "none", "none (flag absent)": "none", "full": "full",
     "selective (attention core)": "core",
 }  # fmt: skip
-_COUNTS_ENDS: Final = {None: False, "type:transformer": False, "type:transformer|embed": True}
+COUNTS_ENDS: Final = {None: False, "type:transformer": False, "type:transformer|embed": True}
+"""By how DeepSpeed cuts stages: whether the embedding counts as a block, on both ends."""
 
 
 def states_of(row: Row) -> States | None:
@@ -264,7 +265,7 @@ def _megatron(row: Row, states: States) -> Megatron:
     only(row, "parallel.schedule", None, "1F1B")
     for name in ("cp", "vpp", "dp_shard", "dp_replicate"):
         only(row, f"parallel.{name}", None, 1)
-    only(row, "parallel.pp_partition", *_COUNTS_ENDS)
+    only(row, "parallel.pp_partition", *COUNTS_ENDS)
     only(row, "parallel.sp", None, True, False)
     only(row, "training.attention", None, "unfused (fused softmax)")
     only(row, "training.activation_checkpointing", *_MEGATRON_RECOMPUTE)
@@ -288,9 +289,7 @@ def _megatron(row: Row, states: States) -> Megatron:
     if not is_llama:
         padded = -(-model["vocab"] // (128 * tp)) * 128 * tp
         shape = replace(shape, vocab=padded, tied=True)
-    stages = even_stages(
-        model["layers"], pp, counts_ends=_COUNTS_ENDS[parallel.get("pp_partition")]
-    )
+    stages = even_stages(model["layers"], pp, counts_ends=COUNTS_ENDS[parallel.get("pp_partition")])
     if min(stage.layers for stage in stages) < 1:
         raise SkipError("a stage without blocks has no rules")
     job = MegatronJob(
