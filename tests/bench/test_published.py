@@ -118,6 +118,9 @@ def test_stages_are_cut_by_cost() -> None:
                   vocab=131072, tied=True)  # fmt: skip
     assert [s.layers for s in stages(shape, 2)] == [10, 6]
     assert [s.layers for s in stages(shape, 4)] == [5, 5, 5, 1]
+    # The seventh has not got its share without the head, which is on the last one all the same.
+    assert [s.layers for s in stages(shape, 8)] == [3, 2, 3, 2, 3, 2, 1, 0]
+    assert [s.last for s in stages(shape, 8)] == [False] * 7 + [True]
     assert sum(sum(s.parameters(shape, 1)) for s in stages(shape, 1)) == 1_342_244_864
 
 

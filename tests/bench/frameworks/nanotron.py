@@ -56,6 +56,10 @@ class Stage:
 def stages(shape: Shape, pp: int, *, is_past: bool = False) -> tuple[Stage, ...]:
     """Blocks by what they cost to compute: a rank is left once it has its share.
 
+    The head is on the last rank, with the loss. By nanotron's public code it would be on the one
+    before where that has not got its share: in 16 stages of 8B with two blocks, 56 ms of work by
+    constants that tell 4 and 8 stages within 1 %, and microbatches took 37 to 45.
+
     Args:
         is_past: Whether only once it has more than that, as jobs that stall do (`nanotron_pace`)
             and nanotron, models/base.py (`build_model`) says.
@@ -68,9 +72,9 @@ def stages(shape: Shape, pp: int, *, is_past: bool = False) -> tuple[Stage, ...]
         held[min(rank, pp - 1)].append(number)
         if cost * pp >= total * (rank + 1) + is_past:
             rank += 1
-    head = shape.layers + 2
     return tuple(
-        Stage(sum(1 <= n <= shape.layers for n in each), 0 in each, head in each) for each in held
+        Stage(sum(1 <= n <= shape.layers for n in each), 0 in each, place == pp - 1)
+        for place, each in enumerate(held)
     )
 
 
