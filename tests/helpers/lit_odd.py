@@ -9,7 +9,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -227,11 +228,16 @@ def planned(name: str, unfreezes: bool) -> dict[str, float]:
         return _fit(name, [Unfreezing()] if unfreezes else [])
 
 
-def averaging(name: str) -> str:
-    """Return the error of a callback that averages weights; "" without one."""
+def averaging(name: str, kind: str, more: dict[str, Any]) -> str | None:
+    """Return the error of a callback that averages weights; "" without one.
+
+    None: this version of Lightning has no such callback.
+    """
+    if not hasattr(callbacks, kind):
+        return None
     with launched():
         try:
-            _fit(name, [EMAWeightAveraging(decay=0.8)])
+            _fit(name, [getattr(callbacks, kind)(**more)])
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return ""

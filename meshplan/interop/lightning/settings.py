@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch import callbacks
 
 from meshplan.errors import ApplyError, PlanError, Problem
 from meshplan.spec.spec import Spec
@@ -33,7 +29,9 @@ def check_averaging(trainer: Any, *, is_sharded: bool) -> None:
     Raises:
         ApplyError: It does.
     """
-    kinds = (WeightAveraging, StochasticWeightAveraging)
+    names = ("StochasticWeightAveraging", "WeightAveraging")
+    # Lightning 2.5 has the first alone.
+    kinds = tuple(getattr(callbacks, name) for name in names if hasattr(callbacks, name))
     for each in trainer.callbacks:
         if is_sharded and isinstance(each, kinds):
             what = f"{type(each).__name__} averages whole parameters, and the plan shards them"
@@ -81,7 +79,8 @@ def take_settings(trainer: Any, spec: Spec, planned: int) -> None:
         what += "leaves to training_step in manual optimization"
         fix = "leave out accumulate, and step the optimizer after so many batches there"
         raise PlanError(Problem(what, spec.origin("batch"), fix))
-    has_schedule = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)
+    schedule = callbacks.GradientAccumulationScheduler
+    has_schedule = any(isinstance(each, schedule) for each in trainer.callbacks)
     if has_schedule or trainer.accumulate_grad_batches not in (1, planned):
         given = "by a schedule" if has_schedule else f"over {trainer.accumulate_grad_batches}"
         what = f"the Trainer accumulates gradients {given} batches, but the plan over {planned}"
