@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from meshplan.errors import ApplyError, Problem
+from meshplan.errors import ApplyError, PlanError, Problem
 from meshplan.layout.mesh import DATA_AXES, Mesh
 from meshplan.plan.plan import Plan
+from meshplan.spec.spec import Spec
+from meshplan.spec.strategies import resolve_mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,21 +43,14 @@ def loop_problems(plan: Plan, words: LoopWords, *, accumulate: int = 1) -> list[
         words: The words of the loop's tool.
         accumulate: Number of microbatches that the tool was told.
     """
-    spec, problems = plan.spec, []
+    spec = plan.spec
+    is_cut = plan.assignment.stages is not None, plan.assignment.context is not None
+    problems = _axis_problems(spec, *is_cut, words)
 
     def refuse(what: str, key: str, fix: str) -> None:
         problems.append(Problem(what, spec.origin(key), fix))
 
     loop = words.loop
-    instead = "write loss = meshplan.train_step(model, optimizer, inputs, targets, loss_fn) in the "
-    instead += "place of forward, backward, clipping, optimizer.step() and zero_grad(), with model "
-    instead += "= meshplan.parallelize(model, plan), an optimizer of its parameters, and loader = "
-    instead += f"meshplan.dataloader(data, model, batch_size=...) in the place of {words.prepare}; "
-    instead += f"or use {words.instead}"
-    if plan.assignment.stages is not None:
-        refuse(f"{loop} calls backward itself, but a pipeline runs its own", "mesh.pp", instead)
-    if plan.assignment.context is not None:
-        refuse(f"{loop} has whole sequences, which cp cuts", "mesh.cp", instead)
     leave = "leave it out, and call"
     if spec.loss != "mean":
         what = f"the plan states loss: {spec.loss}, which {loop} does not weight"
@@ -70,6 +65,39 @@ def loop_problems(plan: Plan, words: LoopWords, *, accumulate: int = 1) -> list[
         way = words.accumulate.format(count=plan.accumulate)
         refuse(what, "batch", f"leave out accumulate, and {way}")
     return problems
+
+
+def check_axes(spec: Spec, world_size: int, words: LoopWords) -> None:
+    """Raise if a plan has axes that a loop of a user's own cannot have, before a model is recorded.
+
+    Args:
+        spec: The plan. What it leaves open is left to `loop_problems`.
+        world_size: Number of ranks.
+        words: The words of the loop's tool.
+
+    Raises:
+        PlanError: It has pp or cp, or its mesh does not have as many ranks.
+    """
+    if not spec.free_fields:
+        mesh = resolve_mesh(spec, world_size)[0]
+        if problems := _axis_problems(spec, mesh.size("pp") > 1, mesh.size("cp") > 1, words):
+            raise PlanError(problems)
+
+
+def _axis_problems(spec: Spec, has_pp: bool, has_cp: bool, words: LoopWords) -> list[Problem]:
+    loop, found = words.loop, []
+    instead = "write loss = meshplan.train_step(model, optimizer, inputs, targets, loss_fn) in the "
+    instead += "place of forward, backward, clipping, optimizer.step() and zero_grad(), with model "
+    instead += "= meshplan.parallelize(model, plan, example_inputs=(inputs,)), an optimizer of its "
+    instead += "parameters, and loader = meshplan.dataloader(data, model, batch_size=...) in the "
+    instead += f"place of {words.prepare}; or use {words.instead}"
+    if has_pp:
+        what = f"{loop} calls backward itself, but a pipeline runs its own"
+        found.append(Problem(what, spec.origin("mesh.pp"), instead))
+    if has_cp:
+        what = f"{loop} has whole sequences, which cp cuts"
+        found.append(Problem(what, spec.origin("mesh.cp"), instead))
+    return found
 
 
 def each_sample_once(gathered: torch.Tensor, mesh: Mesh) -> torch.Tensor:

@@ -252,6 +252,11 @@ def _errors() -> dict[str, Any]:
         accelerator.prepare(net)
         accelerator.prepare(*[kind(net) for kind in kinds])
 
+    def cut(**mesh: int) -> Any:
+        # Nothing says with which inputs it is called, of which a refusal has no need.
+        plan = json.dumps({"version": 1, "mesh": {"dp_shard": 2, **mesh}})
+        return make(plan).prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+
     def stated(**more: Any) -> Any:
         return make(json.dumps({"version": 1, "strategy": "ddp", **more})).prepare(model())
 
@@ -280,6 +285,8 @@ def _errors() -> dict[str, Any]:
             "ddp", dataloader_config=DataLoaderConfiguration(even_batches=False)
         ),
         "handlers": lambda: make("ddp", **handlers),
+        "pp": lambda: cut(pp=2),
+        "cp": lambda: cut(cp=2),
         "clip": lambda: stated(clip_grad_norm=0.5),
         "accumulate": lambda: stated(batch={"accumulate": 3}),
         "tokens": lambda: stated(loss="tokens"),

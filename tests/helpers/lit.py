@@ -323,6 +323,7 @@ def fabric_refused() -> dict[str, str]:
     """Return the error of each loop of Fabric that a plan does not suit, on the ranks of a pool."""
     half = {"precision": "16-mixed"}
     cases: dict[str, tuple[str, dict[str, Any]]] = {
+        "pp": ("pp_fsdp", {"input": None}),  # No inputs of the model are known.
         "cp": ("cp_fsdp", {}),
         "clip": ("ddp", {"clip_grad_norm": 0.5}),
         "accumulate": ("ddp", {"batch": {"accumulate": 2}}),
@@ -332,7 +333,8 @@ def fabric_refused() -> dict[str, str]:
     out = {}
     with launched():
         for kind, (name, more) in cases.items():
-            strategy = MeshplanFabricStrategy(plan_of(name, **more))
+            plan = {key: value for key, value in plan_of(name, **more).items() if value is not None}
+            strategy = MeshplanFabricStrategy(plan)
             fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy)
             fabric.launch()
             try:

@@ -141,6 +141,8 @@ LOOPS = {
     "dispatch": ("dispatch_batches=True was given", "leave it out"),
     "uneven": ("even_batches=False lets ranks have unequal", "counts each sample once"),
     "handlers": ("DistributedDataParallelKwargs were given", "find_unused_parameters: true"),
+    "pp": ("calls backward itself, but a pipeline", "parallelize(model, plan, example_inputs=("),
+    "cp": ("has whole sequences, which cp cuts", "or use meshplan.trainer(Trainer)"),
     "clip": ("the plan clips gradients at the norm 0.5", "call accelerator.clip_grad_norm_(model"),
     "accumulate": ("over 3 microbatches", "pass gradient_accumulation_steps=3"),
     "tokens": ("loss: tokens, which a loop of accelerate", "accelerator.backward(meshplan.global_"),

@@ -203,6 +203,7 @@ def test_manual_clipping_is_of_unscaled_gradients(pool):
 
 
 FABRIC = {
+    "pp": "a loop of Fabric calls backward itself, but a pipeline runs its own",
     "cp": "whole sequences, which cp cuts",
     "clip": "call fabric.clip_gradients(model, optimizer, max_norm=0.5)",
     "accumulate": "fabric.no_backward_sync(model)",

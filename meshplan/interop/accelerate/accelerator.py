@@ -22,6 +22,7 @@ from meshplan.interop.accelerate.state import PlannedState, setting_problems
 from meshplan.interop.external_step import ExternalStep
 from meshplan.interop.own_loop import (
     LoopWords,
+    check_axes,
     each_sample_once,
     loop_problems,
     ranks_with_own_samples,
@@ -180,6 +181,7 @@ class MeshplanAccelerator(Accelerator):
             what = "prepare was called for a second model, but a plan describes one"
             fix = "make the models parts of one module, or meshplan.parallelize the second"
             raise ApplyError(Problem(what, self._spec.origin(""), fix))
+        check_axes(self._spec, super().num_processes, _WORDS)
         replaced = ReplacedParameters(model)
         wrapped = parallelize(
             model, self._plan, example_inputs=self._example_inputs, allow_code=self._allow_code

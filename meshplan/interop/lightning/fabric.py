@@ -24,7 +24,7 @@ from meshplan.interop.lightning.parallel import (
     refuse_two_scaled,
 )
 from meshplan.interop.lightning.states import find_saved, folder_of, save_over
-from meshplan.interop.own_loop import LoopWords, loop_problems
+from meshplan.interop.own_loop import LoopWords, check_axes, loop_problems
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.mesh import JOIN_TIMEOUT
@@ -144,6 +144,7 @@ class MeshplanFabricStrategy(PlannedRanks, ParallelStrategy):
             what = "fabric.setup was called for a second model, but a plan describes one"
             fix = "make the models parts of one module, or meshplan.parallelize the second"
             raise ApplyError(Problem(what, spec.origin(""), fix))
+        check_axes(spec, dist.get_world_size(), _WORDS)
         network = parallelize(
             module, self._plan, example_inputs=self._example_inputs, allow_code=self._allow_code
         )
