@@ -46,6 +46,7 @@ from meshplan.interop.trainer_loss import (
     shifting_as,
     shifts_labels,
     stated_scaling,
+    states_no_scaling,
     times,
     weight_of_labels,
     with_share,
@@ -138,6 +139,8 @@ class _Planned(Saving):
         """True if the model's loss is that of a causal LM, which divides by the number of items."""
         spec_of(plan)  # An unreadable plan is reported here, not at the first batch.
         super().__init__(*args, **kwargs)
+        if stated_scaling(self) is None and states_no_scaling(self):
+            self.loss_is_scaled_for_ga = False
         if self.optimizer is not None or self.lr_scheduler is not None:
             what = "optimizers= was given, but applying a plan replaces the parameters of the model"
             fix = (

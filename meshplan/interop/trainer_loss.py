@@ -70,6 +70,22 @@ def stated_scaling(trainer: Any) -> bool | None:
     return stated
 
 
+def states_no_scaling(trainer: Any) -> bool:
+    """Return True if a subclass states the way of old that its loss is not scaled.
+
+    Before transformers had `loss_is_scaled_for_ga`, subclasses with a loss of their own, such as
+    those of TRL 1.14, said so by `model_accepts_loss_kwargs`, of which the Trainer finds another
+    value for the model.
+    """
+    if trainer.model_accepts_loss_kwargs or not trainer._overrides("compute_loss"):
+        return False
+    base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
+    if hasattr(base, "accepts_loss_kwargs"):
+        return bool(base.accepts_loss_kwargs)
+    given = inspect.signature(base.forward).parameters.values()
+    return any(each.kind == inspect.Parameter.VAR_KEYWORD for each in given)
+
+
 def loss_of(output: Any) -> Any:
     """Return the loss in a model's output; None if there is none."""
     if isinstance(output, Mapping):

@@ -6,13 +6,19 @@ Import it in a job only: it imports accelerate, peft and trl.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import trl.trainer.dpo_trainer
+import trl.trainer.utils
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig
+from torch import nn
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -105,8 +111,19 @@ def adapters(**more: Any) -> LoraConfig:
     return LoraConfig(r=4, init_lora_weights=False, **more)
 
 
+class ScoredAsBefore(RewardTrainer):  # type: ignore[misc]
+    """States that its loss is not scaled as TRL did before 1.15."""
+
+    loss_is_scaled_for_ga = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+
 CASES: Final[Mapping[str, dict[str, Any]]] = {
     "reward": {"base": RewardTrainer, "model": llama_scores},
+    "reward_before": {"base": ScoredAsBefore, "model": llama_scores},
     "reward_margin": {"base": RewardTrainer, "model": gpt2_scores, "is_scored": True,
                       "center_rewards_coefficient": 0.1},
     "reward_lora": {
@@ -124,6 +141,38 @@ CASES: Final[Mapping[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def exact_log_probs(
+    hidden: Any, weight: Any, bias: Any, targets: Any, temperature: float, chunk_size: int,
+    softcap: Any = None, scale: float = 1.0, outputs: tuple[str, ...] | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """TRL's kernel of log-probabilities in the dtype of the model; its own computes in float32."""
+    assert softcap is None
+    logs = (nn.functional.linear(hidden, weight, bias) * scale / temperature).log_softmax(-1)
+    log_probs = logs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    entropy = -(logs.exp() * logs).sum(-1)
+    if outputs is None:  # Before TRL 1.15.
+        return log_probs, entropy
+    more = {
+        "entropy": entropy,
+        "log_sum_sq_probs": (2 * logs).logsumexp(-1),
+        "mean_logits": nn.functional.linear(hidden, weight, bias).mean(-1) * scale / temperature,
+        "is_top1": logs.argmax(-1) == targets,
+    }
+    return log_probs, *(each if name in outputs else None for name, each in more.items())
+
+
+@contextmanager
+def computed_exactly() -> Iterator[None]:
+    """Let TRL compute log-probabilities in the dtype of the model inside."""
+    kernel = types.SimpleNamespace(apply=exact_log_probs)
+    name = "_ChunkedLogProbFunction"
+    with ExitStack() as stack:
+        for module in (trl.trainer.utils, trl.trainer.dpo_trainer):
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, kernel))
+        yield
+
+
 def _on_disk(data: Dataset, folder: str) -> Dataset:
     """Return a dataset of files that all ranks read."""
     if meshplan.is_main():
@@ -135,6 +184,9 @@ def _on_disk(data: Dataset, folder: str) -> Dataset:
 
 def _run(name: str, folder: str, case: str, **more: Any) -> list[dict[str, float]]:
     given = {**CASES[case], **more}
+    if given.pop("is_exact", False):
+        with computed_exactly():
+            return _run(name, folder, case, **given)
     base, ranks = given.pop("base"), RANKS[name]
     is_scored = given.pop("is_scored", False)
     of_trainer: dict[str, Any] = {}
@@ -144,7 +196,7 @@ def _run(name: str, folder: str, case: str, **more: Any) -> list[dict[str, float
         of_trainer["peft_config"] = adapters(**given.pop("peft"))
     made = given.pop("model")().double()
     num, evaluated = given.pop("num", 4 * MICRO), given.pop("evaluated", 2 * MICRO)
-    kind: Any = RewardConfig if base is RewardTrainer else DPOConfig
+    kind: Any = RewardConfig if issubclass(base, RewardTrainer) else DPOConfig
     if base is DPOTrainer:
         given.setdefault("beta", 2.0)
     args = kind(

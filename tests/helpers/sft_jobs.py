@@ -106,7 +106,7 @@ def _run(
 
 def alone(folder: str, smoothing: float = 0.0) -> dict[str, Any]:
     """In one process, with TRL alone."""
-    return _run("", folder, label_smoothing_factor=smoothing)
+    return _run("", folder, **_smoothed(smoothing))
 
 
 def planned(
@@ -115,7 +115,12 @@ def planned(
     """Under a plan, on the ranks of a pool."""
     with launched():
         os.environ["ACCELERATE_USE_CPU"] = "true"
-        return _run(name, folder, resume, epochs, label_smoothing_factor=smoothing)
+        return _run(name, folder, resume, epochs, **_smoothed(smoothing))
+
+
+def _smoothed(smoothing: float) -> dict[str, Any]:
+    # TRL 1.14 takes another loss by default, which cannot be smoothed.
+    return {"label_smoothing_factor": smoothing, "loss_type": "nll"} if smoothing else {}
 
 
 def refused(name: str, folder: str, **more: Any) -> str:
