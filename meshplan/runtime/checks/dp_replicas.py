@@ -82,10 +82,11 @@ def _before_step(watch: _DpReplicas, optimizer: torch.optim.Optimizer) -> None:
     optimized = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     own = [optimized[each] for each in watch.own if each in optimized]
     has_run, watch.has_run = watch.has_run, watch.has_run and not own
-    if own and has_run and all(p.grad is None for p in own):
+    trained = [p for p in own if p.requires_grad]
+    if not trained:
+        return  # A stage of a pipeline may be frozen as a whole.
+    if has_run and all(p.grad is None for p in trained):
         raise ApplyError(_without_gradients())
-    if not any(p.requires_grad for p in own):
-        return
     watch.steps += 1
     if not is_due(watch.steps):
         return  # Gradients are compared again in later steps, because a loop may change.
