@@ -23,6 +23,7 @@ from torch import nn
 from meshplan.errors import ApplyError, Problem
 from meshplan.interop.external_step import ExternalStep, pipeline_inputs
 from meshplan.interop.last_stage import on_last_stage
+from meshplan.interop.lightning.optimizers import WholeModel
 from meshplan.interop.lightning.parallel import (
     PlannedRanks,
     check_num_ranks,
@@ -175,11 +176,21 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
             self._apply(trainer)
             if trainer.state.fn == TrainerFn.FITTING:
                 self._reset_optimizers_and_schedulers()
-                self.setup_optimizers(trainer)
+                self._make_optimizers(trainer)
                 self._check_optimizers()
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _make_optimizers(self, trainer: Any) -> None:
+        if not isinstance(self._network, PipelinedModule):
+            self.setup_optimizers(trainer)
+            return
+        whole = WholeModel(self.lightning_module, self._network, self._path)
+        with whole.shown():
+            self.setup_optimizers(trainer)
+        for each in self.optimizers:
+            whole.follow(each)
 
     def _apply(self, trainer: Any) -> None:
         """Apply the plan to the network, unless an earlier run has; compare the Trainer with it."""
