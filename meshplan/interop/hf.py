@@ -18,7 +18,12 @@ from torch import nn
 from meshplan.errors import ApplyError, PlanError, Problem
 from meshplan.interop.external_step import ExternalStep
 from meshplan.interop.own_loop import each_sample_once
-from meshplan.interop.trainer_arguments import argument_problems, check_hooks, plan_problems
+from meshplan.interop.trainer_arguments import (
+    argument_problems,
+    check_hooks,
+    plan_problems,
+    recording_problems,
+)
 from meshplan.interop.trainer_batches import (
     LastBatch,
     Rest,
@@ -31,7 +36,7 @@ from meshplan.interop.trainer_batches import (
     smaller_batch,
     warn_of_repeated,
 )
-from meshplan.interop.trainer_beside import running
+from meshplan.interop.trainer_beside import running, unwrap_to
 from meshplan.interop.trainer_call import example_of_call
 from meshplan.interop.trainer_cut import BatchCut
 from meshplan.interop.trainer_folders import last_whole
@@ -173,6 +178,8 @@ class _Planned(Saving):
     def _planned(self) -> nn.Module:
         """Return the parallelized model; apply the plan when it is needed first."""
         if self._step is None:
+            if problems := recording_problems(self, spec_of(self._plan)):
+                raise PlanError(problems)
             self._shifts_labels = shifts_labels(self)
             self.label_smoother = shifting_as(self.model, self.label_smoother)
             example = self._example_inputs
@@ -194,6 +201,7 @@ class _Planned(Saving):
                 wrapped.skeleton if isinstance(wrapped, PipelinedModule) else own_module(wrapped)
             )
             self.model, self.model_wrapped = whole, wrapped
+            unwrap_to(self.accelerator, wrapped, whole)
         wrapped = self._step.model
         if not any(each is wrapped for each in self.accelerator._models):
             self.accelerator._models.append(wrapped)  # It is prepared.

@@ -6,6 +6,8 @@ from typing import Any, Final
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
+from meshplan.spec.spec import Spec
+from meshplan.spec.strategies import resolve_mesh
 
 _HOOKS: Final = (
     "create_accelerator_and_postprocess", "get_decay_parameter_names", "get_tp_size",
@@ -72,6 +74,24 @@ def argument_problems(args: Any) -> list[Problem]:
         what = "load_best_model_at_end=True needs the state that save_only_model=True leaves out"
         problems.append(Problem(what, fix="leave out one of them"))
     return problems
+
+
+def recording_problems(trainer: Any, spec: Spec) -> list[Problem]:
+    """Return the arguments with which a forward cannot be recorded that a pipeline cuts.
+
+    Args:
+        trainer: The Trainer.
+        spec: The plan.
+    """
+    args = trainer.args
+    if getattr(args, "loss_type", None) != "chunked_nll" or spec.free_fields:
+        return []
+    if resolve_mesh(spec, args.world_size)[0].size("pp") == 1:
+        return []
+    what = "loss_type='chunked_nll', which this version of TRL takes by default, counts tokens in "
+    what += "the model's forward, which a pipeline records without values"
+    fix = "set loss_type='nll', or pip install 'trl>=1.16'"
+    return [Problem(what, spec.origin("mesh.pp"), fix)]
 
 
 def plan_problems(trainer: Any, plan: Plan) -> list[Problem]:

@@ -225,3 +225,17 @@ def running(model: nn.Module, skeleton: nn.Module) -> Iterator[None]:
     with intercepted_calls(skeleton, run):
         before = _Attributes(skeleton)
         yield
+
+
+def unwrap_to(accelerator: Any, wrapped: nn.Module, whole: nn.Module) -> None:
+    """Let `accelerator.unwrap_model` return the whole model of a pipeline.
+
+    A loss that was given the pipeline then finds the model's attributes, such as its adapters.
+    """
+    before = accelerator.unwrap_model
+
+    def unwrap_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+        is_cut = model is wrapped and isinstance(wrapped, PipelinedModule)
+        return whole if is_cut else before(model, *args, **kwargs)
+
+    accelerator.unwrap_model = unwrap_model

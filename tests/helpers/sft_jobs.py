@@ -76,6 +76,9 @@ def _arguments(folder: str, ranks: int, **more: Any) -> SFTConfig:
 
 def _trainer(name: str, folder: str, seen: Norms, **more: Any) -> Any:
     ranks = {"": 1, "tp_fsdp": 2, "pp": 2}.get(name, 4)
+    if name == "pp" or more.get("label_smoothing_factor"):
+        # TRL 1.14 takes another one by default, which can be neither recorded nor smoothed.
+        more["loss_type"] = "nll"
     made = meshplan.trainer(SFTTrainer) if name else SFTTrainer
     plan: dict[str, Any] = {"plan": {"version": 1, **PLANS[name]}} if name else {}
     adapters = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -106,7 +109,7 @@ def _run(
 
 def alone(folder: str, smoothing: float = 0.0) -> dict[str, Any]:
     """In one process, with TRL alone."""
-    return _run("", folder, **_smoothed(smoothing))
+    return _run("", folder, label_smoothing_factor=smoothing)
 
 
 def planned(
@@ -115,12 +118,7 @@ def planned(
     """Under a plan, on the ranks of a pool."""
     with launched():
         os.environ["ACCELERATE_USE_CPU"] = "true"
-        return _run(name, folder, resume, epochs, **_smoothed(smoothing))
-
-
-def _smoothed(smoothing: float) -> dict[str, Any]:
-    # TRL 1.14 takes another loss by default, which cannot be smoothed.
-    return {"label_smoothing_factor": smoothing, "loss_type": "nll"} if smoothing else {}
+        return _run(name, folder, resume, epochs, label_smoothing_factor=smoothing)
 
 
 def refused(name: str, folder: str, **more: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,3 +196,17 @@ def test_batches_that_both_state_must_agree(pool, tmp_path: Path):
         assert one in found["one"]
         assert one in found["derived"]
         assert "microbatch of the plan has 2 samples" in found["derived_micro"]
+
+
+def test_a_loss_that_no_pipeline_can_record_is_refused():
+    from meshplan.interop.trainer_arguments import recording_problems
+    from meshplan.runtime.parallelize import spec_of
+
+    def found(loss_type, **plan):
+        runner = SimpleNamespace(args=SimpleNamespace(loss_type=loss_type, world_size=2))
+        return recording_problems(runner, spec_of({"version": 1, **plan}))
+
+    pipeline = {"mesh": {"pp": 2}}
+    (problem,) = found("chunked_nll", **pipeline)
+    assert "loss_type='nll'" in problem.fix
+    assert found("nll", **pipeline) == found("chunked_nll", strategy="ddp") == []
