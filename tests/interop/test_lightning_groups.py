@@ -1,9 +1,9 @@
-"""A LightningModule may make groups of parameters by modules under a pipeline, too.
+"""LightningModules make groups by modules under a pipeline, and draw noise in workers under tp.
 
 Which seeded bug would this catch? Groups that lack the parameters of modules that are walked, a
 group of another rank's stage that moves the learning rates of the others, states that an optimizer
-has from the beginning of parameters without values, and parameters that stay trained although
-`configure_optimizers` freezes them.
+has from the beginning of parameters without values, parameters that stay trained although
+`configure_optimizers` freezes them, and workers that are seeded by the rank among all ranks.
 """
 
 from __future__ import annotations
@@ -50,3 +50,25 @@ def test_an_optimizer_with_references_of_its_own_is_refused(pool):
     for found in pool(4).run(refused, timeout=240):
         assert "ApplyError" in found
         assert "Remembering keeps states or references of its own to the parameters" in found
+
+
+def drawn(name, *args):
+    jobs = importlib.import_module("tests.helpers.lit_workers")
+    return getattr(jobs, name)(*args)
+
+
+@pytest.mark.parametrize(
+    ("by", "workers"),
+    [
+        ("drawn", 1),
+        *(pytest.param(*each, marks=pytest.mark.wide)
+          for each in (("drawn", 0), ("drawn_by_fabric", 1), ("drawn_by_fabric", 0))),
+    ],
+)  # fmt: skip
+def test_workers_of_ranks_along_tp_draw_the_same(pool, by, workers):
+    found = pool(4).run(drawn, by, "tp_fsdp", workers, timeout=240)[0]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[2], found[3])
+    for column in range(3):  # Workers draw by the seed of their data rank.
+        is_alike = torch.equal(found[0][..., column], found[2][..., column])
+        assert is_alike == (workers == 0), column

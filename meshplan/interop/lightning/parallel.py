@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
@@ -16,7 +18,7 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
@@ -164,6 +166,18 @@ class PlannedRanks:
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The ranks that read samples of their own: those along the data axes."""
         return data_rank(self.network)._asdict()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Let workers of ranks that need the same samples draw the same random numbers.
+
+        With `seed_everything(workers=True)`, Lightning seeds them by the number of the rank.
+        """
+        init = getattr(dataloader, "worker_init_fn", None)
+        is_lightnings = isinstance(init, partial) and init.func is pl_worker_init_function
+        if is_lightnings or (hasattr(dataloader, "worker_init_fn") and init is None):
+            dataloader.worker_init_fn = None
+            _auto_add_worker_init_fn(dataloader, self.distributed_sampler_kwargs["rank"])
+        return dataloader
 
     def set_world_ranks(self) -> None:
         """Give the cluster environment and Lightning's `rank_zero_only` the rank."""
