@@ -236,8 +236,8 @@ class _LastStageLoss:
         counted, whole = trainer._count_labels(part), self._whole
         stated = stated_scaling(trainer)
         is_empty = counted is not None and not int(counted)
-        # The mean over no labels is NaN.
-        if trainer._share == 0.0 or (stated is None and is_empty and bool(loss.isnan())):
+        # The mean over no labels is NaN. A loss may be zero for them by another way than its own.
+        if stated is None and is_empty and bool(loss.isnan() | (loss == 0)):
             return zero_of(output, loss).to(loss.dtype)
         if stated or (stated is None and trainer._loss_ranks.is_counted):
             return loss * num  # A share of the mean over the step.
@@ -337,7 +337,7 @@ class _LastStageLoss:
             what += f"together: {type(error).__name__}: {error}"
             raise ApplyError(Problem(what, fix="use a plan without pp")) from error
         mean = torch.stack([each.double() for each in self._losses]).mean()
-        own = 0.0 if self._trainer._share == 0.0 else float(whole)
+        own = float(whole)  # 0.0 on a data rank without samples.
         # Parts are added up in another order. Half precision has 3 digits.
         tolerance = 1e-2 if whole.dtype in (torch.bfloat16, torch.float16) else 1e-4
         if not math.isclose(own, float(mean), rel_tol=tolerance, abs_tol=1e-6):

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import yaml
 from accelerate import Accelerator
+from accelerate.state import GradientState
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -148,6 +149,7 @@ def _own_loop(name: str, folder: str, resume: bool, splits: bool, out: dict[str,
 
 def make(name: str, **settings: Any) -> Any:
     """Make an Accelerator, under a plan if there is a name of one."""
+    GradientState._reset_state()  # A loop that ended in an error leaves its loader there.
     if not name:
         return Accelerator(cpu=True, **settings)
     example = {"input_ids": torch.zeros(2, 12, dtype=torch.long)}
@@ -201,6 +203,42 @@ def syncs() -> list[bool]:
                 out.append(net.require_backward_grad_sync)
         with accelerator.no_sync(net):
             out.append(net.require_backward_grad_sync)
+        return out
+
+
+class Counting(torch.nn.Module):
+    """Counts its forwards, of which one process has one in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        return x * self.weight / self.forwards
+
+
+def counted() -> list[int]:
+    """Return the forwards that were counted after each of three steps of three microbatches.
+
+    The loop leaves out the second one, as for a loss that is not finite.
+    """
+    with launched():
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        plan = json.dumps({"version": 1, "strategy": "ddp"})
+        accelerator, net, out = make(plan, gradient_accumulation_steps=3), Counting(), []
+        own, optimizer = net, torch.optim.SGD(net.parameters(), lr=0.1)
+        net, optimizer = accelerator.prepare(net, optimizer)
+        generator = torch.Generator().manual_seed(accelerator.process_index)
+        for number in range(9):
+            with accelerator.accumulate(net):
+                accelerator.backward(net(torch.randn(2, 4, generator=generator)).sum())
+                if number // 3 != 1:
+                    optimizer.step()
+                optimizer.zero_grad()
+            if number % 3 == 2:
+                out.append(own.forwards)
         return out
 
 

@@ -202,6 +202,41 @@ class MeanOfSamples(Mean):
     loss_is_scaled_for_ga = False
 
 
+class Scaled(Trainer):  # type: ignore[misc]
+    """A share of the mean over a step's labels, which is NaN for a batch without labels."""
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept: list[float] = []
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs["labels"]
+        outputs = model(input_ids=inputs["input_ids"])
+        loss = share_of_mean(outputs, labels, num_items_in_batch)
+        if model.training:
+            every = self.accelerator.gather((labels[:, 1:] != -100).sum())
+            self.kept.append(float(every.sum()))
+        return (loss, outputs) if return_outputs else loss
+
+
+class Early(Trainer):  # type: ignore[misc]
+    """The same, but zero without labels. It does not state how it is scaled."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs["labels"]
+        outputs = model(input_ids=inputs["input_ids"])
+        loss = outputs.logits.sum() * 0.0
+        if (labels[:, 1:] != -100).any():
+            loss = share_of_mean(outputs, labels, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
 class Plain(BertForMaskedLM):  # type: ignore[misc]
     """A model that takes no number of items: its loss is the mean over the labels of a batch."""
 
@@ -275,6 +310,8 @@ CASES: Final[Mapping[str, dict[str, Any]]] = {
     "samples": {"model": classifying, "base": MeanOfSamples, "data": Classes(29), "accumulate": 2},
     "plain": {"model": plain, "data": Texts(29)},
     "shares": {"data": Texts(19), "compute_loss_func": share_of_mean, "accumulate": 2},
+    "scaled": {"base": Scaled, "data": Texts(17)},
+    "early": {"base": Early, "data": Texts(17)},
     "ignoring": {
         "model": classifying, "compute_loss_func": mean_loss, "data": Classes(29),
     },

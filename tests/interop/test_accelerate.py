@@ -69,6 +69,10 @@ def values(*args):
     return jobs().values(*args)
 
 
+def counted():
+    return jobs().counted()
+
+
 def syncs():
     return jobs().syncs()
 
@@ -118,6 +122,11 @@ def test_values_of_ranks_that_share_samples_count_once(pool, tmp_path: Path):
 def test_gradients_are_reduced_once_a_step(pool):
     for found in pool(4).run(syncs, timeout=240):
         assert found == [False, True, False, True, False]
+
+
+def test_a_forward_counts_once_a_step(pool):
+    for found in pool(4).run(counted, timeout=240):
+        assert found == [1, 2, 3]
 
 
 def test_a_step_that_overflowed_float16_is_skipped(pool):

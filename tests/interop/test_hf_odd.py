@@ -23,7 +23,7 @@ ALL = (
     "tokens", "classes", "numbers", "few", "unlogged", "smoothing", "stream", "worker", "drawn",
     "lengths", "documented", "over_ranks", "mean", "untyped", "ignoring", "flat", "flat_few",
     "flat_stream", "pairs", "neighbours", "samples", "plain",
-    "shares",
+    "shares", "scaled", "early",
 )  # fmt: skip
 NOT_UNDER_PP = ("numbers", "over_ranks", "mean", "ignoring", "flat", "flat_few", "flat_stream")
 """A stage cannot tell samples without classes apart, nor what a mean of its own is over; and it has
@@ -78,6 +78,16 @@ def test_all_numbers_are_those_of_one_process(pool, one_process, tmp_path: Path,
                 assert found[key] == pytest.approx(expected[key], rel=2e-6), (case, key)
             assert found["tokens"] == expected["tokens"], case
             assert found["flops"] == pytest.approx(expected["flops"], rel=1e-3), case
+
+
+def test_a_rank_without_samples_counts_nothing_under_pp(pool, one_process, tmp_path: Path):
+    cases = ("scaled", "early")
+    for every in pool(4).run(planned, "pp", str(tmp_path), cases, timeout=240):
+        for case in cases:
+            found, expected = every[case], one_process[case]
+            assert len(expected["losses"]) == 6  # The last batch of each epoch has one sample.
+            for key in ("mean", "losses", "norms", "kept"):
+                assert found[key] == pytest.approx(expected[key], rel=2e-6), (case, key)
 
 
 def test_workers_of_ranks_along_tp_draw_the_same(pool, tmp_path: Path):
