@@ -107,7 +107,8 @@ def test_a_pipeline_takes_all_its_microbatches_at_once(tmp_path):
         ("gradient_allreduce_op", "sum", "refused", "averaged"),
         ("compression_training", {"enabled": False}, "irrelevant", "switched off"),
         ("gradient_accumulation_steps", "auto", "irrelevant", "filled in"),
-        ("zero_optimization.zero_hpz_partition_size", 8, "honoured", "second shard"),
+        ("zero_optimization.zero_hpz_partition_size", 4, "honoured", "second shard"),
+        ("zero_optimization.zero_hpz_partition_size", 8, "irrelevant", "as many ranks as shards"),
     ],
 )
 def test_each_key_has_a_verdict_with_a_reason(tmp_path, path, value, verdict, words):

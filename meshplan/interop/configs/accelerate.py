@@ -151,6 +151,7 @@ def prepare(root: PlanValue) -> None:
 def settle(draft: Draft, root: PlanValue) -> None:
     """Say what the keys of the section that counts mean together."""
     kind = draft.get("distributed_type", "MULTI_GPU")
+    stated = draft.facts.get("distributed_type", StatedFact(kind)).sources
     draft.pop("distributed_type", "it says which section counts")
     if kind == "FSDP":
         if "strategy" not in draft.facts:
@@ -162,7 +163,8 @@ def settle(draft: Draft, root: PlanValue) -> None:
             draft.facts["strategy"] = StatedFact("zero2", (words_of,))
         deepspeed.settle(draft, root)
     elif "strategy" not in draft.facts:
-        draft.facts["strategy"] = StatedFact("ddp", (f"distributed_type: {kind}",))
+        sources = stated or ("distributed_type is MULTI_GPU if left out",)
+        draft.facts["strategy"] = StatedFact("ddp", sources)
     if draft.get("mesh.tp", 1) > 1 and kind != "MEGATRON_LM":
         draft.set("tp_plan", "hf", after="mesh.tp")
     if draft.get("ulysses", 1) > 1:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.interop.configs.plan_text import plan_to_text
+from meshplan.interop.configs.runnable import refuse_what_does_not_run
 from meshplan.interop.configs.statements import IN_RULES, Draft, Facts, StatedFact, settle
 from meshplan.interop.configs.table import (
     ABSENT,
@@ -369,6 +370,7 @@ def _translate(
     if not draft.problems:
         tool.settle(draft, root)
         settle(draft, nodes, gpus_per_node)
+        refuse_what_does_not_run(draft)
     if draft.problems:
         raise SpecError(draft.problems)
     if gpu is not None:
@@ -390,7 +392,10 @@ def _final(key: TranslatedKey, draft: Draft, facts_of: Mapping[str, str]) -> Tra
     fact = facts_of.get(key.key, "")
     if key.verdict != "honoured":
         return key
-    if fact in IN_RULES or fact in draft.facts:
+    if fact in draft.refused:
+        return replace(key, verdict="refused", plan_key="", note=draft.refused[fact])
+    is_in_plan = fact in draft.facts or fact not in draft.without_effect
+    if (fact in IN_RULES and is_in_plan) or fact in draft.facts:
         return replace(key, plan_key=IN_RULES.get(fact, fact))
     if fact in draft.moved:
         return replace(key, plan_key=draft.moved[fact])

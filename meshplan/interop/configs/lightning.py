@@ -35,7 +35,8 @@ _S: Final = "trainer.strategy.init_args."
 _OWN: Final = "the training program decides it, not the parallelism"
 _THREADS: Final = Refusal("nn.DataParallel is one process with threads, slower than ddp: use ddp")
 _SPAWN: Final = Refusal("processes are started by torchrun, not by forking a program: use ddp")
-_HOST: Final = ("zero2", {"offload.optimizer": True})
+_HOST: Final = Refusal("optimizer states are not offloaded alone: use deepspeed_stage_3_offload, "
+                       "which offloads parameters, too")  # fmt: skip
 _STRATEGIES: Final[Mapping[str, Any]] = {
     "auto": ("ddp", {}), "ddp": ("ddp", {}), "fsdp": ("full_shard", {}),
     "ddp_find_unused_parameters_true": ("ddp", {"ddp.find_unused_parameters": True}),
@@ -229,12 +230,16 @@ class _LightningTable(ConfigTable):
         return path != "trainer.strategy" and super().covers(path)
 
 
+_OF_NEMO: Final = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 _KEYS: Final = ("strategy", "devices", "num_nodes", "accumulate_grad_batches")
 
 
 def recognises(root: PlanValue) -> bool:
     """Return True for LightningCLI's `trainer`, a Trainer's arguments, or a strategy's class."""
     data = root.data
+    model = data["model"].data if "model" in data else None
+    if isinstance(model, dict) and any(name in model for name in _OF_NEMO):
+        return False
     path = data["class_path"].data if "class_path" in data else ""
     is_class = isinstance(path, str) and path.rpartition(".")[2] in _CLASSES
     is_trainer = "devices" in data and ("strategy" in data or "accelerator" in data)
@@ -285,6 +290,9 @@ def settle(draft: Draft, root: PlanValue) -> None:
         draft.facts["strategy"] = StatedFact("ddp", (why,))
     draft.pop("stage")
     draft.pop("sharding")
+    trainer = root.data["trainer"].data
+    if "gradient_clip_algorithm" in trainer and trainer["gradient_clip_algorithm"].data == "value":
+        draft.refuse("clip_grad_norm", "a plan clips by norm, and this is the limit of a value")
     if kind == "fsdp":
         reduce_as_computed(draft)
     elif kind == "deepspeed":

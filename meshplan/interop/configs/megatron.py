@@ -49,8 +49,9 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
         "all_gather": "all_gather", "allgather": "all_gather", "a2a": "all_to_all",
         "p2p": "all_gather", "a2a+p2p": Refusal("use a2a or all_gather")}),
         "p2p sends keys and values around a ring; here they are gathered, with the same result"),
-    *refuse("experts are not sharded over tp", "expert_tensor_parallel_size moe_extended_tp",
-            harmless=(1, False)),
+    say("expert_tensor_parallel_size", "expert_shards", words(
+        {1: 1, "1": 1}, Refusal("experts are not sharded over tp: write 1"))),
+    *refuse("experts are not sharded over tp", "moe_extended_tp", harmless=(False,)),
     *refuse("write pipeline.split", "num_layers_in_first_pipeline_stage "
             "num_layers_in_last_pipeline_stage decoder_first_pipeline_num_layers "
             "decoder_last_pipeline_num_layers pipeline_model_parallel_layout "
@@ -130,6 +131,29 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
         Refusal("no plan has a word for the state of this optimizer; use adam")),
         "for the bytes of its state; adam decays weights as AdamW", default="adam"),
     say("calculate_per_token_loss", "loss", flag("tokens")),
+    # NeMo: a Trainer of Lightning beside the model's flags
+    say("trainer.devices", "hardware.gpus_per_node", whole(), "of NeMo", is_written=False),
+    say("trainer.num_nodes", "hardware.nodes", whole(), "of NeMo", is_written=False),
+    say("trainer.precision", "precision", words({
+        "bf16": mixed("bfloat16"), "bf16-mixed": mixed("bfloat16"), "32": mixed("float32"),
+        32: mixed("float32"), "16": mixed("float16", "float16"), 16: mixed("float16", "float16"),
+        "16-mixed": mixed("float16", "float16")},
+        Refusal("write bf16-mixed, 16-mixed or 32")), is_written=False),
+    say("trainer.gradient_clip_val", "clip_grad_norm", positive(off=0), is_written=False),
+    *refuse("the microbatches of a step follow from global_batch_size",
+            "trainer.accumulate_grad_batches", harmless=(1,)),
+    say("activations_checkpoint_granularity", "activation_checkpointing", words({
+        "full": "full", "selective": "selective"}), is_written=False),
+    say("optim.name", "optimizer", words({
+        **dict.fromkeys(("adam", "adamw", "fused_adam", "megatron_fused_adam",
+                         "distributed_fused_adam"), "adamw"), "sgd": "sgd_momentum"},
+        Refusal("no plan has a word for the state of this optimizer; use adamw")),
+        "for the bytes of its state", is_written=False),
+    *refuse("blocks are recomputed one by one", "activations_checkpoint_num_layers",
+            harmless=(1,)),
+    *skip("all blocks are recomputed", "activations_checkpoint_method"),
+    *skip(_OWN, "trainer.** exp_manager.** optim.** data.** model.tokenizer.** name "
+          "restore_from_path megatron_amp_O2 mcore_gpt"),
     # Experts
     *refuse("no token is dropped: experts.capacity reserves memory only",
             "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_dropping"),
@@ -304,6 +328,9 @@ def settle(draft: Draft, root: PlanValue) -> None:
     if is_fsdp and is_torch:
         what = "use_megatron_fsdp and use_torch_fsdp2 both choose a strategy"
         draft.problems.append(Problem(what, is_torch.origin, "remove one of them"))
+    if "trainer" in root.data:
+        _settle_nemo(draft, root)
+        shards = shards or draft.facts.get("shards_optimizer")
     if is_torch:
         word = "zero2" if draft.get("keeps_whole") else "full_shard"
         draft.facts["strategy"] = StatedFact(word, is_torch.sources, is_torch.origin)
@@ -324,6 +351,12 @@ def settle(draft: Draft, root: PlanValue) -> None:
         draft.set("precision.reduce", param)
     for name in ("shards_optimizer", "sharding", "is_fsdp", "is_torch_fsdp", "keeps_whole"):
         draft.pop(name)
+    has_whole = draft.pop("expert_shards", "experts are whole on each rank of tp") == 1
+    if draft.get("mesh.ep", 1) > 1 and draft.get("mesh.tp", 1) > 1 and not has_whole:
+        why = (
+            "experts are sharded over tp, too, if expert_tensor_parallel_size is left out, and no "
+        )
+        draft.refuse("mesh.ep", why + "plan does so: write expert_tensor_parallel_size 1")
     layers, per_stage = draft.get("num_layers"), draft.get("layers_per_stage")
     draft.pop("num_layers", "the model is the program's")
     pp = draft.get("mesh.pp", 1)
@@ -339,6 +372,16 @@ def settle(draft: Draft, root: PlanValue) -> None:
         draft.set("pipeline.schedule", "Interleaved1F1B", after="pipeline.virtual")
     else:
         draft.pop("pipeline.virtual", "1 is what a plan assumes")
+
+
+def _settle_nemo(draft: Draft, root: PlanValue) -> None:
+    """State what the optimizer's name says, and leave out the defaults of Megatron-LM."""
+    clip = draft.facts.get("clip_grad_norm")
+    if clip is not None and clip.is_default:
+        draft.pop("clip_grad_norm")
+    name = draft.facts.get("optimizer")
+    if name is not None and any("distributed_fused_adam" in each for each in name.sources):
+        draft.facts["shards_optimizer"] = StatedFact(True, name.sources, name.origin)
 
 
 def unsettle(facts: Facts) -> Mapping[str, str]:
@@ -362,6 +405,8 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
             )
     elif precision == mixed("float32"):
         facts.pop("precision")
+    if facts.get("mesh.ep", 1) > 1 and facts.get("mesh.tp", 1) > 1:
+        facts["expert_shards"] = 1
     schedule = facts.pop("pipeline.schedule", "1F1B")
     if schedule != ("Interleaved1F1B" if facts.get("pipeline.virtual", 1) > 1 else "1F1B"):
         whys["pipeline.schedule"] = "it has 1F1B, and Interleaved1F1B with virtual stages"

@@ -56,6 +56,7 @@ class Draft:
         notes: Remarks for the reader of the plan.
         without_effect: Why a fact is not in the plan after all, by name.
         moved: The plan's key that says a fact in other terms, by name of the fact.
+        refused: Why no plan says a fact after all, by name.
         counts_microbatches: True if the tool's microbatch goes through a pipeline by itself, and
             the accumulated ones are those of the pipeline.
     """
@@ -65,6 +66,7 @@ class Draft:
     notes: list[str] = field(default_factory=list)
     without_effect: dict[str, str] = field(default_factory=dict)
     moved: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     counts_microbatches: bool = True
 
     def get(self, name: str, otherwise: Any = None) -> Any:
@@ -103,6 +105,11 @@ class Draft:
         if found is not None and why:
             self.without_effect[name] = why
         return None if found is None else found.value
+
+    def refuse(self, name: str, why: str) -> None:
+        """Remove a fact, whose keys count as refused, for a reason."""
+        if self.facts.pop(name, None) is not None:
+            self.refused[name] = why
 
 
 def word_of(value: Any) -> str:
@@ -199,6 +206,8 @@ def _settle_batch(draft: Draft) -> None:
     given = {name: draft.get(f"batch.{name}") for name in ("global", "micro", "accumulate")}
     if all(value is not None for value in given.values()):
         _check_triangle(draft, given)
+    elif None not in (given["global"], given["micro"], world_of(draft)):
+        _check_accumulated(draft, given)
     if draft.get("mesh.pp", 1) > 1 and draft.counts_microbatches and not draft.problems:
         _join_microbatches(draft, given)
 
@@ -259,6 +268,23 @@ def _check_triangle(draft: Draft, given: dict[str, Any]) -> None:
         draft.set("ranks", ranks * model, f"{given['global']} / ({product} per data rank)")
 
 
+def _check_accumulated(draft: Draft, given: dict[str, Any]) -> None:
+    """Check that a global batch is whole microbatches of all data ranks."""
+    model = math.prod(draft.get(f"mesh.{axis}", 1) for axis in MODEL_AXES)
+    ranks = (world_of(draft) or model) // model
+    product = given["micro"] * ranks
+    if product and given["global"] % product:
+        both = " and ".join(
+            source
+            for name in ("global", "micro")
+            for source in draft.facts[f"batch.{name}"].sources
+        )
+        what = f"{both}: {given['global']} is not a multiple of {given['micro']} x {ranks} data "
+        what += f"ranks = {product}"
+        fix = f"make it a multiple of {product}"
+        draft.problems.append(Problem(what, draft.origin("batch.global"), fix))
+
+
 def _settle_mesh(draft: Draft) -> None:
     """Turn axis sizes and the number of ranks into one mesh, outermost axis first."""
     strategy = draft.get("strategy", "ddp")
@@ -313,9 +339,13 @@ def _write_mesh(draft: Draft, sizes: dict[str, Any], axes: tuple[str, ...], has_
     if borrowed == 1:
         draft.pop("mesh.ep", "1 is what a plan assumes of ep")
         return
-    lender = "dp_shard" if "dp_shard" in axes else axes[0]
-    if sizes.get(lender) in (None, 1) and sizes.get("tp") not in (None, 1):
-        lender = "tp"
+    lender = "dp_shard"
+    if lender not in axes:
+        why = (
+            f"experts are sharded over ranks of dp_shard, which strategy: {draft.get('strategy')} "
+        )
+        draft.refuse("mesh.ep", why + "has not: shard the optimizer's state, or use full_shard")
+        return
     if f"mesh.{lender}" not in draft.facts:
         draft.set(f"mesh.{lender}", "auto", after="strategy")
     size = draft.get(f"mesh.{lender}")

@@ -221,7 +221,9 @@ def settle(draft: Draft, root: PlanValue) -> None:
         if rest:
             what = f"{draft.get(micro)} samples are no multiple of microbatches of {size}"
             draft.problems.append(Problem(what, draft.origin(micro), "make it a multiple"))
-        draft.set("pipeline.microbatches", count, f"{_P}pipeline_parallel_microbatch_size: {size}")
+        stated = f"{_P}pipeline_parallel_microbatch_size"
+        because = f"{stated}: {size}" if size else f"{stated} is 1 if left out"
+        draft.set("pipeline.microbatches", count, because)
         draft.moved["pipeline_micro"] = "pipeline.microbatches"
     _settle_recompute(draft, root)
     reshard = draft.pop("reshard") or "default"
