@@ -6,6 +6,7 @@ Import it in a job only: it imports accelerate, peft and trl.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -119,6 +120,14 @@ def planned(
     with launched():
         os.environ["ACCELERATE_USE_CPU"] = "true"
         return _run(name, folder, resume, epochs, label_smoothing_factor=smoothing)
+
+
+def packed(name: str, folder: str) -> dict[str, Any]:
+    """Train on samples that are packed as the refusal of other ways under pp says to."""
+    more = {"packing": True, "packing_strategy": "wrapped", "eval_packing": False}
+    with launched() if name else nullcontext():
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        return _run(name, folder, **more)
 
 
 def refused(name: str, folder: str, **more: Any) -> str:

@@ -35,6 +35,10 @@ def planned(*args):
     return jobs().planned(*args)
 
 
+def packed(*args):
+    return jobs().packed(*args)
+
+
 def refused(name, folder, more):
     return jobs().refused(name, folder, **more)
 
@@ -89,3 +93,11 @@ def test_what_the_plan_decides_is_refused(pool, tmp_path: Path, name, more, word
     for found in pool(4).run(refused, name, str(tmp_path), more, timeout=240):
         assert "meshplan: 1 problem" in found
         assert words in found
+
+
+@pytest.mark.wide
+def test_the_packing_that_the_refusal_names_trains_under_pp(pool, tmp_path: Path):
+    (expected,) = pool(1).run(packed, "", str(tmp_path / "alone"), timeout=240)
+    for found in pool(4).run(packed, "pp", str(tmp_path / "planned"), timeout=240):
+        for key in ("losses", "norms", "eval_loss", "tokens"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-6), key
