@@ -110,7 +110,9 @@ def plan_problems(trainer: Any, plan: Plan) -> list[Problem]:
 
     if plan.assignment.stages is not None and getattr(args, "predict_with_generate", False):
         refuse("predict_with_generate=True was given, but a pipeline cannot generate",
-               "mesh.pp", "leave it out, or use a plan without pp")  # fmt: skip
+               "mesh.pp", "leave it out, and generate from what trainer.save_model('model') "
+               "writes: AutoModelForSeq2SeqLM.from_pretrained('model').generate(...); or use a "
+               "plan without pp")  # fmt: skip
     if plan.assignment.stages is not None and getattr(trainer, "padding_free", False):
         given, fix = "padding_free=True", "leave it out"
         if getattr(args, "packing", False):

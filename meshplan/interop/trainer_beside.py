@@ -222,9 +222,31 @@ def running(model: nn.Module, skeleton: nn.Module) -> Iterator[None]:
         with model.with_attributes(before.changed()):
             return model(*args, **kwargs)
 
-    with intercepted_calls(skeleton, run):
+    with _without_cache(skeleton), intercepted_calls(skeleton, run):
         before = _Attributes(skeleton)
         yield
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Let a model return no keys and values for a next token inside: a pipeline has none.
+
+    The Trainer drops them from outputs, but some of their classes cannot be sent to other ranks.
+    """
+    every = {id(each): each for module in model.modules() if (each := _config_of(module))}
+    try:
+        for config in every.values():
+            config.use_cache = False
+        yield
+    finally:
+        for config in every.values():
+            config.use_cache = True
+
+
+def _config_of(module: nn.Module) -> Any:
+    """Return the config of a module that asks for a cache; None without one."""
+    config = getattr(module, "config", None)
+    return config if getattr(config, "use_cache", None) is True else None
 
 
 def unwrap_to(accelerator: Any, wrapped: nn.Module, whole: nn.Module) -> None:

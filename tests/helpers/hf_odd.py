@@ -26,6 +26,8 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -101,6 +103,16 @@ def untyped() -> Any:
         embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=1,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
+
+
+def translating() -> Any:
+    """A model with a decoder, whose cache has a class of its own."""
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
 
 
 def entropy(outputs: Any, labels: Any, **how: Any) -> torch.Tensor:
@@ -308,6 +320,7 @@ CASES: Final[Mapping[str, dict[str, Any]]] = {
         "compute_metrics": lambda found: {},
     },
     "samples": {"model": classifying, "base": MeanOfSamples, "data": Classes(29), "accumulate": 2},
+    "translating": {"model": translating, "data": Texts(32)},
     "plain": {"model": plain, "data": Texts(29)},
     "shares": {"data": Texts(19), "compute_loss_func": share_of_mean, "accumulate": 2},
     "scaled": {"base": Scaled, "data": Texts(17)},

@@ -23,7 +23,7 @@ ALL = (
     "tokens", "classes", "numbers", "few", "unlogged", "smoothing", "stream", "worker", "drawn",
     "lengths", "documented", "over_ranks", "mean", "untyped", "ignoring", "flat", "flat_few",
     "flat_stream", "pairs", "neighbours", "samples", "plain",
-    "shares", "scaled", "early",
+    "shares", "scaled", "early", "translating",
 )  # fmt: skip
 NOT_UNDER_PP = ("numbers", "over_ranks", "mean", "ignoring", "flat", "flat_few", "flat_stream")
 """A stage cannot tell samples without classes apart, nor what a mean of its own is over; and it has
@@ -88,6 +88,13 @@ def test_a_rank_without_samples_counts_nothing_under_pp(pool, one_process, tmp_p
             assert len(expected["losses"]) == 6  # The last batch of each epoch has one sample.
             for key in ("mean", "losses", "norms", "kept"):
                 assert found[key] == pytest.approx(expected[key], rel=2e-6), (case, key)
+
+
+def test_a_model_with_a_decoder_is_evaluated_under_pp(pool, one_process, tmp_path: Path):
+    expected = one_process["translating"]
+    for found in pool(4).run(planned, "pp", str(tmp_path), ("translating",), timeout=240):
+        for key in ("mean", "losses", "norms", "eval_loss"):
+            assert found["translating"][key] == pytest.approx(expected[key], rel=2e-6), key
 
 
 def test_workers_of_ranks_along_tp_draw_the_same(pool, tmp_path: Path):
