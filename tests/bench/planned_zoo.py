@@ -1,6 +1,6 @@
 """Plan models that are of no transcribed family, run each chosen plan, and price plans by hand.
 
-    python -m tests.bench.planned_zoo [--only 'bert*'] [--ranks 4] [--json FILE] [--write]
+    python -m tests.bench.planned_zoo [--only 'bert*'] [--ranks 4] [--tight] [--json FILE] [--write]
 
 Each model has the width of its config's default, some have more blocks; it is built on meta, and
 planned for 2 nodes of 4 GPUs. Plans that an engineer would write by hand are priced: none that fits
@@ -10,6 +10,9 @@ and every parameter against one process, and the bytes of every rank and its col
 those predicted. `verify` makes every axis 2; here data axes are as long as they are planned, up to
 --ranks ranks.
 
+With --tight, a step has two samples, and nodes are joined by slow links: data ranks run out, so
+that tensor parallelism and stages have to be chosen. The plan then runs on its eight ranks.
+
 With --json, results are appended to a file, and models that stand in it are not run again. --write
 makes planned_zoo.md of all results. Exit code 1 if anything is wrong.
 """
@@ -18,21 +21,19 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import itertools
 import json
 import math
 import sys
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
 import meshplan
 from meshplan.api.source import source_of
@@ -45,175 +46,16 @@ from meshplan.render.base.text import columns
 from meshplan.runtime.estimate.scale_down import model_source_of, shrink
 from meshplan.runtime.verify.verify import verify
 from meshplan.spec.strategies import resolve_mesh
-from tests.bench.planned_live import UNet
+from tests.bench import planned_zoo_models
+from tests.bench.planned_zoo_models import INPUTS, MODELS, OWN, TOKENS, attribute_of
 
 PAGE: Final = Path(__file__).with_suffix(".md")
 LIMIT: Final = SLACK + TOLERANCE
 """Share by which a plan by hand may be faster: what the planner gives up for a simpler plan."""
 
-HF: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
-    "bert": ("BertForMaskedLM", {}),
-    "roberta": ("RobertaForMaskedLM", {}),
-    "distilbert": ("DistilBertForMaskedLM", {}),
-    "albert": ("AlbertForMaskedLM", {"hidden_size": 1024, "num_attention_heads": 16}),
-    "electra": ("ElectraForMaskedLM", {}),
-    "deberta-v2": ("DebertaV2ForMaskedLM", {"hidden_size": 768, "num_attention_heads": 12,
-                                            "intermediate_size": 3072, "vocab_size": 32000}),
-    "modernbert": ("ModernBertForMaskedLM", {}),
-    "mpnet": ("MPNetForMaskedLM", {}),
-    "t5": ("T5ForConditionalGeneration", {}),
-    "mt5": ("MT5ForConditionalGeneration", {"vocab_size": 32000}),
-    "bart": ("BartForConditionalGeneration", {}),
-    "pegasus": ("PegasusForConditionalGeneration", {}),
-    "opt": ("OPTForCausalLM", {}),
-    "bloom": ("BloomForCausalLM", {"hidden_size": 1024, "n_layer": 24, "n_head": 16,
-                                   "vocab_size": 32000}),
-    "gpt_neo": ("GPTNeoForCausalLM", {"hidden_size": 1024, "num_layers": 12,
-                                      "attention_types": [[["global", "local"], 6]],
-                                      "num_heads": 16}),
-    "gpt_neox": ("GPTNeoXForCausalLM", {"hidden_size": 1024, "intermediate_size": 4096,
-                                        "num_hidden_layers": 16, "num_attention_heads": 16}),
-    "gptj": ("GPTJForCausalLM", {"n_embd": 1024, "n_layer": 16, "n_head": 16, "rotary_dim": 32}),
-    "codegen": ("CodeGenForCausalLM", {"n_embd": 1024, "n_layer": 20, "n_head": 16,
-                                       "rotary_dim": 32}),
-    "falcon": ("FalconForCausalLM", {"hidden_size": 1024, "num_hidden_layers": 16,
-                                     "num_attention_heads": 16}),
-    "mpt": ("MptForCausalLM", {"d_model": 1024, "n_layers": 16, "n_heads": 16}),
-    "stablelm": ("StableLmForCausalLM", {"hidden_size": 1024, "intermediate_size": 2752,
-                                         "num_hidden_layers": 16, "num_attention_heads": 16,
-                                         "num_key_value_heads": 16}),
-    "starcoder2": ("Starcoder2ForCausalLM", {"hidden_size": 1024, "intermediate_size": 4096,
-                                             "num_hidden_layers": 16, "num_attention_heads": 16}),
-    "phi": ("PhiForCausalLM", {"hidden_size": 1024, "intermediate_size": 4096,
-                               "num_attention_heads": 16, "num_hidden_layers": 16}),
-    "olmo2": ("Olmo2ForCausalLM", {"hidden_size": 1024, "intermediate_size": 2752,
-                                   "num_attention_heads": 16, "num_hidden_layers": 16}),
-    "cohere": ("CohereForCausalLM", {"hidden_size": 1024, "intermediate_size": 2752,
-                                     "num_attention_heads": 16, "num_hidden_layers": 16,
-                                     "vocab_size": 32000}),
-    "granite": ("GraniteForCausalLM", {"hidden_size": 1024, "intermediate_size": 2752,
-                                       "num_attention_heads": 16, "num_hidden_layers": 16}),
-    "glm": ("GlmForCausalLM", {"hidden_size": 1024, "intermediate_size": 2752, "head_dim": 64,
-                               "num_attention_heads": 16, "num_hidden_layers": 16,
-                               "vocab_size": 32000, "pad_token_id": 0}),
-    "xglm": ("XGLMForCausalLM", {"vocab_size": 32000, "num_layers": 12}),
-    "biogpt": ("BioGptForCausalLM", {"num_hidden_layers": 12}),
-    "mamba": ("MambaForCausalLM", {"num_hidden_layers": 16}),
-    "rwkv": ("RwkvForCausalLM", {"hidden_size": 1024, "num_hidden_layers": 12}),
-    "vit": ("ViTForImageClassification", {}),
-    "beit": ("BeitForImageClassification", {}),
-    "swin": ("SwinForImageClassification", {}),
-    "convnext": ("ConvNextForImageClassification", {}),
-    "resnet": ("ResNetForImageClassification", {}),
-    "segformer": ("SegformerForImageClassification", {}),
-    "dinov2": ("Dinov2ForImageClassification", {}),
-    "wav2vec2": ("Wav2Vec2ForCTC", {}),
-}  # fmt: skip
-"""Classes of transformers, by model type, and what differs from the defaults of their configs."""
-
-
-_IMAGES: Final = {"input": {"shape": [1, 3, 224, 224], "dtype": "fp32"}}
-INPUTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "resnet": _IMAGES, "segformer": _IMAGES,
-    "wav2vec2": {"input": {"shape": [1, 16000], "dtype": "fp32"}},
-}  # fmt: skip
-"""What plans state of inputs that do not follow from a config."""
-DEEPER: Final[Mapping[str, int]] = {
-    "opt": 2, "roberta": 2, "electra": 2, "mpnet": 2, "deberta-v2": 2, "t5": 4, "distilbert": 4,
-    "resnet": 2, "swin": 2, "convnext": 2,
-}  # fmt: skip
-"""Times as many blocks as the config has; 1 where it is not stated here."""
-TOKENS: Final[Mapping[str, int]] = {"mamba": 64, "rwkv": 64}
-"""Length of a sequence; 512 where it is not stated here. Without their kernels, these models run a
-Python loop over the tokens."""
-_DEPTHS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers",
-                  "encoder_layers", "decoder_layers", "depths")  # fmt: skip
-
-
-def _deepened(config: Any, times: int) -> Any:
-    """Multiply the number of blocks of a config of transformers, in stages that of the third."""
-    for key in _DEPTHS:
-        value = getattr(config, key, None) if key in config.to_dict() else None
-        if isinstance(value, int):
-            setattr(config, key, value * times)
-        elif isinstance(value, list | tuple):
-            setattr(config, key, [*value[:2], value[2] * times, *value[3:]])
-    return config
-
-
-class HybridBlock(nn.Module):
-    """Convolution along the sequence, attention, and a gated product, each added to its input."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(3)])
-        self.conv = nn.Conv1d(width, width, 5, padding=2, groups=width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.gate, self.up = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.conv(self.norms[0](x).transpose(1, 2)).transpose(1, 2)
-        batch, tokens, width = x.shape
-        q, k, v = self.qkv(self.norms[1](x)).chunk(3, dim=-1)
-        q, k, v = (each.view(batch, tokens, self.heads, -1).transpose(1, 2) for each in (q, k, v))
-        mixed = functional.scaled_dot_product_attention(q, k, v)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
-        y = self.norms[2](x)
-        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
-
-
-class HybridModel(nn.Module):
-    """Tokens through hybrid blocks; every third one is wider inside, so that not all are alike."""
-
-    def __init__(self, width: int = 768, blocks: int = 12) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(32000, width)
-        self.blocks = nn.ModuleList([HybridBlock(width, 12) for _ in range(blocks)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 32000)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-class MlpMixer(nn.Module):
-    """Patches mixed by two products per block, along the patches and along the channels."""
-
-    def __init__(self, width: int = 768, patches: int = 196, blocks: int = 48) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, width, 16, stride=16)
-        self.tokens = nn.ModuleList(
-            [nn.Sequential(nn.Linear(patches, 384), nn.GELU(), nn.Linear(384, patches))
-             for _ in range(blocks)]
-        )  # fmt: skip
-        self.channels = nn.ModuleList(
-            [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(),
-                           nn.Linear(4 * width, width)) for _ in range(blocks)]
-        )  # fmt: skip
-        self.head = nn.Linear(width, 1000)
-
-    def forward(self, image: Tensor) -> Tensor:
-        x = self.stem(image).flatten(2)
-        for tokens, channels in zip(self.tokens, self.channels, strict=True):
-            x = x + tokens(x)
-            x = x + channels(x.transpose(1, 2)).transpose(1, 2)
-        return self.head(x.mean(dim=2))
-
-
-OWN: Final[Mapping[str, tuple[Callable[[], nn.Module], Mapping[str, Any]]]] = {
-    "hybrid blocks": (HybridModel, {}),
-    "mlp mixer": (MlpMixer, {"input": {"shape": [1, 3, 224, 224], "dtype": "fp32"}}),
-    "unet": (lambda: UNet(12), {"input": {"shape": [1, 4, 16, 16], "dtype": "fp32"}}),
-}
-"""Modules of no package, and what their plans state of the input."""
-
-MODELS: Final = (*HF, *OWN)
-
 _GPU: Final = "rtx-4090-24gb"
+_SAMPLES, _TIGHT_SAMPLES = 256, 2
+"""Samples of a step, ordinarily and with --tight."""
 _BY_HAND: Final[Mapping[str, Mapping[str, Any]]] = {
     "ddp": {"mesh": {"dp_replicate": 8}, "strategy": "ddp"},
     "full_shard": {"mesh": {"dp_shard": 8}, "strategy": "full_shard"},
@@ -231,30 +73,31 @@ _BY_HAND: Final[Mapping[str, Mapping[str, Any]]] = {
 """Plans that engineers write, for 4 samples at a time, or 16 where blocks are recomputed."""
 
 
-def __getattr__(name: str) -> Callable[[], nn.Module]:
-    """Return the function that builds a model, for `entry: tests.bench.planned_zoo:NAME`."""
-    key = next((each for each in MODELS if _attribute(each) == name), None)
-    if key is None:
-        raise AttributeError(name)
-    return OWN[key][0] if key in OWN else partial(_of_transformers, key)
+def _cut(pp: int = 1, tp: int = 1, strategy: str = "zero1", **more: Any) -> Mapping[str, Any]:
+    """Return a plan by hand for two samples, with stages, tensor parallelism and data ranks."""
+    data = 8 // pp // tp
+    mesh = {"pp": pp, "dp_shard": data, "tp": tp}
+    plan = {"mesh": {axis: size for axis, size in mesh.items() if size > 1}}
+    plan |= {"strategy": strategy} if data > 1 else {"strategy": None}
+    plan |= {"tp_plan": "auto"} if tp > 1 else {}
+    microbatches = _TIGHT_SAMPLES // data
+    plan |= {"pipeline": {"schedule": "1F1B", "microbatches": microbatches}} if pp > 1 else {}
+    return {**plan, **more}
 
 
-def _attribute(name: str) -> str:
-    return name.replace(" ", "_").replace("-", "_")
-
-
-def _of_transformers(name: str) -> nn.Module:
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    cls, more = HF[name]
-    config = _deepened(CONFIG_MAPPING[name](**more), DEEPER.get(name, 1))
-    for key in ("dropout", "attention_dropout", "hidden_dropout_prob", "layerdrop",
-                "attention_probs_dropout_prob", "drop_path_rate"):  # fmt: skip
-        if hasattr(config, key):
-            setattr(config, key, 0.0)
-    config.use_cache = False
-    return getattr(transformers, cls)(config)
+_TIGHT_BY_HAND: Final[Mapping[str, Mapping[str, Any]]] = {
+    "tp 8": _cut(tp=8),
+    "tp 4": _cut(tp=4),
+    "tp 4, full_shard": _cut(tp=4, strategy="full_shard"),
+    "tp 4, sequence parallel": _cut(tp=4, sequence_parallel=True),
+    "pp 8": _cut(pp=8),
+    "pp 4": _cut(pp=4),
+    "pp 4, recomputed": _cut(pp=4, activation_checkpointing="full"),
+    "pp 4, tp 2": _cut(pp=4, tp=2),
+    "pp 2, tp 4": _cut(pp=2, tp=4),
+    "pp 2, tp 2": _cut(pp=2, tp=2),
+}
+"""Plans that engineers write for two samples on eight GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +118,7 @@ class Planned:
         held_bytes: Bytes of parameters, gradients and optimizer states that all ranks held.
         sent_bytes: Bytes of the collectives that all ranks issued in a step.
         by_hand: Seconds of each plan by hand, or why it has none.
+        samples: Samples of a step.
     """
 
     name: str
@@ -290,6 +134,7 @@ class Planned:
     sent_bytes: int = 0
     by_hand: Mapping[str, float | str] = field(default_factory=dict)
     why: str = ""
+    samples: int = _SAMPLES
 
     @property
     def fitting(self) -> list[float]:
@@ -297,34 +142,35 @@ class Planned:
         return [each for each in self.by_hand.values() if not isinstance(each, str)]
 
 
-def words_of(name: str) -> dict[str, Any]:
-    """Return a plan that leaves everything open."""
+def words_of(name: str, samples: int = _SAMPLES) -> dict[str, Any]:
+    """Return a plan of a step of so many samples that leaves everything open."""
     with torch.device("meta"):
-        model = __getattr__(_attribute(name))()
+        model = getattr(planned_zoo_models, attribute_of(name))()
     more = OWN[name][1] if name in OWN else INPUTS.get(name, {})
-    batch: dict[str, Any] = {"global": 256}
+    batch: dict[str, Any] = {"global": samples}
     if "input" not in more and getattr(model, "main_input_name", "input_ids") == "input_ids":
         batch["seq_len"] = TOKENS.get(name, 512)
+    inter = "10GB/s" if samples == _SAMPLES else "2GB/s"
     return {
         "version": 1, "mesh": "auto", "strategy": "auto", "activation_checkpointing": "auto",
         "precision": "bf16-mixed", "batch": batch, **more,
-        "model": {"entry": f"tests.bench.planned_zoo:{_attribute(name)}"},
+        "model": {"entry": f"tests.bench.planned_zoo_models:{attribute_of(name)}"},
         "solve": {"time_limit": "120s"},
-        "hardware": {"nodes": 2, "gpus_per_node": 4, "inter": "10GB/s", "gpu": _GPU},
+        "hardware": {"nodes": 2, "gpus_per_node": 4, "inter": inter, "gpu": _GPU},
     }  # fmt: skip
 
 
-def run(name: str, ranks: int) -> Planned:
+def run(name: str, ranks: int, samples: int = _SAMPLES) -> Planned:
     """Plan a model, price plans by hand, and train the chosen plan on at most `ranks` ranks."""
-    words = words_of(name)
+    words, found = words_of(name, samples), partial(Planned, name, samples=samples)
     began = time.monotonic()
     try:
         decision = meshplan.search_plan(words)
     except MeshplanError as error:
-        return Planned(name, "refused", why="; ".join(each.what for each in error.problems))
+        return found("refused", why="; ".join(each.what for each in error.problems))
     search_s = time.monotonic() - began
     if decision.chosen is None:
-        return Planned(name, "refused", search_s=search_s, why="nothing fits")
+        return found("refused", search_s=search_s, why="nothing fits")
     stated, chosen = overrides(decision.chosen.stated), decision.chosen
     mesh = " x ".join(f"{a.name} {a.size}" for a in chosen.plan.mesh.axes if a.size > 1)
     known = {
@@ -332,15 +178,15 @@ def run(name: str, ranks: int) -> Planned:
         "seconds": chosen.seconds, "gap": decision.gap,
     }  # fmt: skip
     by_hand: dict[str, float | str] = {}
-    for plan, more in _BY_HAND.items():
+    for plan, more in (_BY_HAND if samples == _SAMPLES else _TIGHT_BY_HAND).items():
         by_hand[plan] = _price(words, more)
     known["by_hand"] = by_hand
     try:
         verdict = _trained(words, stated, ranks)
     except MeshplanError as error:
-        return Planned(name, "not run", **known, why="; ".join(e.what for e in error.problems))
+        return found("not run", **known, why="; ".join(e.what for e in error.problems))
     if verdict.together is None or verdict.alone is None:
-        return Planned(name, "not run", **known, why=str(verdict)[:500])
+        return found("not run", **known, why=str(verdict)[:1500])
     compared = verdict.comparisons()
     known |= {
         "ranks": verdict.world,
@@ -352,17 +198,20 @@ def run(name: str, ranks: int) -> Planned:
         "sent_bytes": sum(rank.collective_bytes for rank in verdict.ranks),
     }
     if not verdict.is_ok:
-        return Planned(name, "wrong", **known, why=str(verdict)[:500])
-    found = Planned(name, "ok", **known)
-    if min(found.fitting, default=math.inf) < chosen.seconds * (1 - LIMIT):
-        return replace(found, outcome="beaten")
-    return found
+        return found("wrong", **known, why=str(verdict)[:1500])
+    done = found("ok", **known)
+    if min(done.fitting, default=math.inf) < chosen.seconds * (1 - LIMIT):
+        return replace(done, outcome="beaten")
+    return done
 
 
 def _trained(words: Mapping[str, Any], stated: Sequence[str], ranks: int) -> Verdict:
-    """Train a plan on ranks as `meshplan verify` does, with longer data axes."""
+    """Train a plan on ranks as `meshplan verify` does, with longer axes."""
     source = source_of(words, [*stated, "precision=32-true"])
     spec = source.spec
+    if words["batch"]["global"] == _TIGHT_SAMPLES:
+        whole = shrink(spec, model_source_of(spec, None, None), most_of_axis=8)
+        return verify(whole, lambda line: None)
     small = shrink(spec, model_source_of(spec, None, None))
     planned, _ = resolve_mesh(spec)
     assert isinstance(small.spec.mesh, Mapping)
@@ -379,9 +228,13 @@ def _trained(words: Mapping[str, Any], stated: Sequence[str], ranks: int) -> Ver
 
 def _price(words: Mapping[str, Any], more: Mapping[str, Any]) -> float | str:
     """Return the seconds of a plan by hand, or why it has none."""
-    data = 8 // (more["mesh"].get("tp", 1) * more["mesh"].get("pp", 1))
+    data, samples = (
+        math.prod(size for axis, size in more["mesh"].items() if axis.startswith("dp")),
+        words["batch"]["global"],
+    )
     micro = 4 if more.get("activation_checkpointing") != "full" else 16
-    batch = dict(words["batch"], micro=micro, accumulate=256 // data // micro)
+    micro = min(micro, samples // data)
+    batch = dict(words["batch"], micro=micro, accumulate=samples // data // micro)
     del batch["global"]
     plan = {**words, "activation_checkpointing": "none", **more, "batch": batch}
     try:
@@ -391,8 +244,7 @@ def _price(words: Mapping[str, Any], more: Mapping[str, Any]) -> float | str:
     return decision.chosen.seconds if decision.chosen is not None else "does not fit"
 
 
-def page(results: Sequence[Planned]) -> str:
-    """Return planned_zoo.md."""
+def _table(results: Sequence[Planned]) -> str:
     rows = [(
         "model", "chosen for 2 x 4 GPUs", "step", "search", "gap",
         "ranks", "loss apart", "of limit", "by hand", "best", "",
@@ -406,12 +258,18 @@ def page(results: Sequence[Planned]) -> str:
             f"{best / each.seconds:.2f}" if best else "",
             each.outcome if each.outcome != "ok" else "",
         ))  # fmt: skip
-    table = "\n".join(columns(rows, "<<>>>>>>>><"))
-    counts = Counter(each.outcome for each in results)
+    return "\n".join(columns(rows, "<<>>>>>>>><"))
+
+
+def page(results: Sequence[Planned]) -> str:
+    """Return planned_zoo.md."""
+    ordinary = [each for each in results if each.samples == _SAMPLES]
+    tight = [each for each in results if each.samples != _SAMPLES]
+    ok, tight_ok = (sum(e.outcome == "ok" for e in each) for each in (ordinary, tight))
     return f"""# Plans for models of no known family
 
-`python -m tests.bench.planned_zoo --json FILE --write`: {len(results)} of {len(MODELS)} models
-were run, {counts["ok"]} are ok. Steps are those that the planner predicts for two nodes of four
+`python -m tests.bench.planned_zoo --json FILE --write`: {len(ordinary)} of {len(MODELS)} models
+were run, {ok} are ok. Steps are those that the planner predicts for two nodes of four
 {_GPU}. The chosen plan then trained for three steps on as many gloo "ranks".
 "loss apart": the largest difference of a loss from that of one process, relative to the loss; "of
 limit": the largest difference of a loss, a gradient norm or a parameter, as a share of what
@@ -420,7 +278,18 @@ how many of {len(_BY_HAND)} plans written by hand fit; "best": the seconds of th
 as a multiple of those of the chosen plan.
 
 ```
-{table}
+{_table(ordinary)}
+```
+
+## Two samples in a step
+
+With `--tight`, data ranks run out at two, and nodes are joined by slow links, so that stages and
+tensor parallelism have to be chosen: {len(tight)} of {len(MODELS)} models were run,
+{tight_ok} are ok. The plan trained on as many ranks as it is for; by hand are
+{len(_TIGHT_BY_HAND)} plans with both.
+
+```
+{_table(tight)}
 ```
 """
 
@@ -429,27 +298,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", default="*")
     parser.add_argument("--ranks", type=int, default=4, help="most gloo ranks (default 4)")
+    parser.add_argument("--tight", action="store_true", help="two samples in a step")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     args = parser.parse_args(arguments)
-    done: dict[str, Planned] = {}
+    done: dict[tuple[str, int], Planned] = {}
+    samples = _TIGHT_SAMPLES if args.tight else _SAMPLES
     if args.json is not None and args.json.exists():
         for line in args.json.read_text().splitlines():
-            done[json.loads(line)["name"]] = Planned(**json.loads(line))
+            known = Planned(**json.loads(line))
+            done[known.name, known.samples] = known
     names = [name for name in MODELS if fnmatch.fnmatch(name, args.only)]
     for name in names:
-        if name in done:
+        if (name, samples) in done:
             continue
         try:
-            found = run(name, args.ranks)
+            found = run(name, args.ranks, samples)
         except Exception:
-            found = Planned(name, "error", why=traceback.format_exc()[-1500:])
-        done[name] = found
+            why = traceback.format_exc()[-1500:]
+            found = Planned(name, "error", samples=samples, why=why)
+        done[name, samples] = found
         if args.json is not None:
             with args.json.open("a") as file:
                 file.write(json.dumps(asdict(found)) + "\n")
         print(name, found.outcome, found.chosen, found.why, file=sys.stderr, flush=True)
-    results = [done[name] for name in MODELS if name in done]
+    results = [
+        done[key] for key in itertools.product(MODELS, (_SAMPLES, _TIGHT_SAMPLES)) if key in done
+    ]
     print(page(results))
     if args.write:
         PAGE.write_text(page(results))

@@ -87,20 +87,23 @@ class Small:
     unmatched: tuple[str, ...]
 
 
-def shrink(spec: Spec, source: ModelSource, max_ranks: int = MAX_RANKS) -> Small:
+def shrink(
+    spec: Spec, source: ModelSource, max_ranks: int = MAX_RANKS, most_of_axis: int = _SMALL
+) -> Small:
     """Scale a plan and its model down to at most `max_ranks` ranks.
 
     Args:
         spec: The plan, as declared.
         source: The source of the model.
         max_ranks: Highest number of ranks of the small mesh.
+        most_of_axis: Highest size of an axis of the small mesh that needs no larger one.
 
     Raises:
         SpecError: Even the smallest mesh or model is too large, or the plan leaves the mesh open.
         PlanError: The mesh contradicts itself.
     """
     mesh, _ = resolve_mesh(spec)
-    sizes = _small_sizes(spec, mesh)
+    sizes = _small_sizes(spec, mesh, most_of_axis)
     world = _world(sizes)
     if world > max_ranks:
         words = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
@@ -260,8 +263,8 @@ def num_bytes(model: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
-def _small_sizes(spec: Spec, mesh: Mesh) -> dict[str, int | Any]:
-    """Return the size of every axis in the small mesh: 2, or the plan's size if that is smaller.
+def _small_sizes(spec: Spec, mesh: Mesh, most: int) -> dict[str, int | Any]:
+    """Return the size of every axis in the small mesh: `most`, or the plan's if that is smaller.
 
     dp_shard has 4 if a rule states to how many ranks it reshards, and pp keeps its size if the plan
     names stages by number. A borrowed axis is a `Borrow`.
@@ -270,12 +273,13 @@ def _small_sizes(spec: Spec, mesh: Mesh) -> dict[str, int | Any]:
     out: dict[str, int | Any] = {}
     for axis, size in stated.items():
         if isinstance(size, Borrow):
-            out[axis] = Borrow(min(size.size, _SMALL), size.within)
+            out[axis] = Borrow(min(size.size, most), size.within)
             continue
         real = mesh.size(axis) if size == AUTO else int(size)
-        least = _SMALL
+        least = most
         if axis == "dp_shard" and any(_is_count(r.reshard_after_forward) for r in spec.rules):
-            least = 2 * _SMALL  # An axis of size 2 has no smaller group of ranks to reshard to.
+            # An axis of size 2 has no smaller group of ranks to reshard to.
+            least = max(most, 2 * _SMALL)
         if axis == "pp" and (
             any(_is_count(r.stage) for r in spec.rules)
             or (spec.pipeline is not None and spec.pipeline.split != AUTO)
