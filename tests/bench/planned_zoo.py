@@ -1,17 +1,17 @@
 """Plan models that are of no transcribed family, run each chosen plan, and price plans by hand.
 
-    python -m tests.bench.planned_zoo [--only 'bert*'] [--ranks 4] [--tight] [--json FILE] [--write]
+    python -m tests.bench.planned_zoo [--only 'bert*'] [--ranks 8] [--tight] [--json FILE] [--write]
 
 Each model has the width of its config's default, some have more blocks; it is built on meta, and
 planned for 2 nodes of 4 GPUs. Plans that an engineer would write by hand are priced: none that fits
 may be faster than the chosen one by more than the planner gives up for a simpler plan. The chosen
 plan is then trained on gloo ranks as `meshplan verify` does (fewer blocks, float32): losses, norms
 and every parameter against one process, and the bytes of every rank and its collectives against
-those predicted. `verify` makes every axis 2; here data axes are as long as they are planned, up to
+those predicted. `verify` makes every axis 2; here axes are as long as they are planned, up to
 --ranks ranks.
 
 With --tight, a step has two samples, and nodes are joined by slow links: data ranks run out, so
-that tensor parallelism and stages have to be chosen. The plan then runs on its eight ranks.
+that tensor parallelism and stages have to be chosen.
 
 With --json, results are appended to a file, and models that stand in it are not run again. --write
 makes planned_zoo.md of all results. Exit code 1 if anything is wrong.
@@ -45,9 +45,8 @@ from meshplan.planner.solve.search import TOLERANCE
 from meshplan.render.base.text import columns
 from meshplan.runtime.estimate.scale_down import model_source_of, shrink
 from meshplan.runtime.verify.verify import verify
-from meshplan.spec.strategies import resolve_mesh
 from tests.bench import planned_zoo_models
-from tests.bench.planned_zoo_models import INPUTS, MODELS, OWN, TOKENS, attribute_of
+from tests.bench.planned_zoo_models import INPUTS, MODELS, OWN, SMALL, TOKENS, attribute_of
 
 PAGE: Final = Path(__file__).with_suffix(".md")
 LIMIT: Final = SLACK + TOLERANCE
@@ -206,24 +205,18 @@ def run(name: str, ranks: int, samples: int = _SAMPLES) -> Planned:
 
 
 def _trained(words: Mapping[str, Any], stated: Sequence[str], ranks: int) -> Verdict:
-    """Train a plan on ranks as `meshplan verify` does, with longer axes."""
-    source = source_of(words, [*stated, "precision=32-true"])
-    spec = source.spec
-    if words["batch"]["global"] == _TIGHT_SAMPLES:
-        whole = shrink(spec, model_source_of(spec, None, None), most_of_axis=8)
-        return verify(whole, lambda line: None)
-    small = shrink(spec, model_source_of(spec, None, None))
-    planned, _ = resolve_mesh(spec)
-    assert isinstance(small.spec.mesh, Mapping)
-    sizes = dict(small.spec.mesh)
-    for axis in ("dp_shard", "dp_replicate"):
-        while (
-            math.prod(sizes.values()) * 2 <= ranks
-            and sizes.get(axis, 1) > 1
-            and planned.size(axis) % (sizes[axis] * 2) == 0
-        ):
-            sizes[axis] *= 2
-    return verify(replace(small, spec=replace(small.spec, mesh=sizes)), lambda line: None)
+    """Train a plan on ranks as `meshplan verify` does, with axes as long as `ranks` allows."""
+    spec = source_of(words, [*stated, "precision=32-true"]).spec
+    name = words["model"]["entry"].partition(":")[2]
+    is_smaller = name in map(attribute_of, SMALL)
+    entry = f"{words['model']['entry']}_small" if is_smaller else None
+    source = model_source_of(spec, entry, None)
+    for most in (8, 4):
+        small = shrink(spec, source, most_of_axis=most)
+        assert isinstance(small.spec.mesh, Mapping)
+        if math.prod(small.spec.mesh.values()) <= ranks:
+            return verify(small, lambda line: None)
+    return verify(shrink(spec, source), lambda line: None)
 
 
 def _price(words: Mapping[str, Any], more: Mapping[str, Any]) -> float | str:
@@ -297,7 +290,7 @@ tensor parallelism have to be chosen: {len(tight)} of {len(MODELS)} models were 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", default="*")
-    parser.add_argument("--ranks", type=int, default=4, help="most gloo ranks (default 4)")
+    parser.add_argument("--ranks", type=int, default=8, help="most gloo ranks (default 8)")
     parser.add_argument("--tight", action="store_true", help="two samples in a step")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")

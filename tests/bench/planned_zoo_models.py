@@ -105,6 +105,13 @@ def _deepened(config: Any, times: int) -> Any:
     return config
 
 
+SMALL: Final[Mapping[str, Callable[[], nn.Module]]] = {
+    "hybrid blocks": lambda: HybridModel(96, vocab=512),
+    "mlp mixer": lambda: MlpMixer(96),
+}
+"""Modules of no package that are run at a smaller width than they are planned at."""
+
+
 class HybridBlock(nn.Module):
     """Convolution along the sequence, attention, and a gated product, each added to its input."""
 
@@ -131,11 +138,11 @@ class HybridBlock(nn.Module):
 class HybridModel(nn.Module):
     """Tokens through hybrid blocks; every third one is wider inside, so that not all are alike."""
 
-    def __init__(self, width: int = 768, blocks: int = 12) -> None:
+    def __init__(self, width: int = 768, blocks: int = 12, vocab: int = 32000) -> None:
         super().__init__()
-        self.embed = nn.Embedding(32000, width)
+        self.embed = nn.Embedding(vocab, width)
         self.blocks = nn.ModuleList([HybridBlock(width, 12) for _ in range(blocks)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 32000)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -180,9 +187,11 @@ MODELS: Final = (*HF, *OWN)
 
 def __getattr__(name: str) -> Callable[[], nn.Module]:
     """Return the function that builds a model, for `entry: tests.bench.planned_zoo_models:NAME`."""
-    key = next((each for each in MODELS if attribute_of(each) == name), None)
+    key = next((each for each in MODELS if attribute_of(each) == name.removesuffix("_small")), None)
     if key is None:
         raise AttributeError(name)
+    if name.endswith("_small"):
+        return SMALL[key]
     return OWN[key][0] if key in OWN else partial(_of_transformers, key)
 
 

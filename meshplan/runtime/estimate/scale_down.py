@@ -23,6 +23,7 @@ from meshplan.errors import Origin, Problem, SpecError
 from meshplan.layout.mesh import Mesh
 from meshplan.model.blueprint.config import config_file, foreign_problem, read_json
 from meshplan.model.graph import ModelGraph
+from meshplan.runtime.estimate.small_split import small_split
 from meshplan.runtime.estimate.tiny_config import shrink_layers, shrink_sizes
 from meshplan.runtime.torch_private.modes import built_on
 from meshplan.runtime.trace.entry import model_of_entry
@@ -129,6 +130,10 @@ def shrink(
             small = replace(small, pipeline=replace(spec.pipeline, microbatches=microbatches))
     whole = model_of_source(source, on_meta=True)
     found, model, changed = _small_source(source, small, whole, mesh, sizes, blocks)
+    if small.pipeline is not None and isinstance(small.pipeline.split, tuple):
+        split, renamed = small_split(small.pipeline.split, whole, model)
+        small = replace(small, pipeline=replace(small.pipeline, split=split))
+        changed = [*changed, *renamed]
     rules, unmatched = rules_that_match(spec, graph_of(whole), graph_of(model))
     return Small(
         spec=replace(small, rules=rules),
