@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.plan.plan import Plan
 from meshplan.plan.verdict import TrainingRun
-from meshplan.runtime.base.batch import mapped, part_of, taken_together
+from meshplan.runtime.base.batch import chunked, mapped, part_of, taken_together
 from meshplan.runtime.base.batch_agreement import num_samples
 from meshplan.runtime.trace.sample import call, results, sample_inputs, sample_loss, sample_targets
 from meshplan.spec.spec import Spec
@@ -46,6 +46,10 @@ _SLOWER: Final = 0.25
 """Factor by which the learning rate is lowered after an unstable training."""
 _TRIES: Final = 6
 """Largest number of learning rates tried."""
+WHOLE_BYTES: Final = 2 * 2**30
+"""Most bytes saved for backward with which one process takes a global batch at once."""
+_ALIKE: Final = 2**10
+"""Units in the last place of the largest result, up to which results count as equal."""
 
 OnStep = Callable[[], None]
 
@@ -59,12 +63,14 @@ class Batches:
         plan: The plan that is verified.
         shapes: Shapes of the model's results, with samples along dim 0, as `prepare` returns them.
         samples: Number of samples in a global batch.
+        parts: Number of parts in which one process takes a global batch (`parts_for_memory`).
     """
 
     model: nn.Module
     plan: Plan
     shapes: list[tuple[int, ...]]
     samples: int
+    parts: int = 1
 
     def of(self, step: int, model: nn.Module) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """Return (inputs, targets) of a step, with inputs in the dtype of the `model` given."""
@@ -184,7 +190,7 @@ def train_alone(batches: Batches, rate: float, on_step: OnStep = lambda: None) -
             # Keep only the distances: several copies of the model may not fit in memory.
             after = dict(state_of(rounded))
             for name, value in state_of(model):
-                apart = float((after[name].double() - value.detach().double()).norm())
+                apart = float((after[name].detach().double() - value.detach().double()).norm())
                 moved[name] = max(moved.get(name, 0.0), apart)
         if all(_is_stable(training, untrained) for training in trainings):
             break
@@ -220,7 +226,7 @@ def _untrained_losses(model: nn.Module, batches: Batches, on_step: OnStep) -> li
     losses = []
     for step in range(STEPS):
         on_step()
-        parts = _parts(model, batches.plan, batches.of(step, model))
+        parts = _parts(model, batches, step)
         with torch.no_grad():
             found = [sample_loss(call(model, inputs), targets) for inputs, targets, _ in parts]
         losses.append(float(torch.stack(found).mean()))
@@ -236,7 +242,8 @@ def _train(
 ) -> TrainingRun:
     """Train `STEPS` steps in plain PyTorch.
 
-    The global batch is cut only if running it whole would change the result (`_parts`).
+    The global batch is cut only if running it whole would change the result or take too much memory
+    (`_parts`).
 
     Args:
         model: The model, which is changed.
@@ -250,7 +257,7 @@ def _train(
     scale = SAFE_SCALE if plan.spec.precision.scales_loss else 1.0
     for step in range(STEPS):
         on_step()
-        loss, parts = 0.0, _parts(model, plan, batches.of(step, model))
+        loss, parts = 0.0, _parts(model, batches, step)
         for inputs, targets, keeps_statistics in parts:
             kept = {} if keeps_statistics else {n: b.clone() for n, b in model.named_buffers()}
             part = sample_loss(call(model, inputs), targets) / len(parts)
@@ -281,15 +288,58 @@ def _gradient_norm(model: nn.Module) -> torch.Tensor:
     return sum(squares, torch.zeros((), dtype=torch.float64)).sqrt().float()
 
 
+def parts_for_memory(model: nn.Module, plan: Plan, samples: int) -> int:
+    """Return in how many parts one process takes a global batch, so that its memory suffices.
+
+    It is 1 if the batch is small, or if results of a sample depend on the samples beside it. Only
+    without such dependence is the gradient of the batch the mean of those of its parts; otherwise a
+    plan's own microbatches change the result, which a reference cut in the same way would hide.
+
+    Args:
+        model: A copy of the model, whose buffers the forwards may change.
+        plan: The plan that is verified.
+        samples: Number of samples in a global batch.
+    """
+    tried = 4
+    inputs = in_dtype_of(model, sample_inputs(model, plan.spec, tried, 0))
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        together = results(call(model, inputs))
+    for held in state_of(model):
+        saved.pop(held[1].untyped_storage().data_ptr(), None)
+    needed = samples * sum(saved.values()) / tried
+    fitting = (n for n in range(1, samples + 1) if samples % n == 0 and needed <= n * WHOLE_BYTES)
+    parts = next(fitting, samples)
+    if parts == 1:
+        return 1
+    with torch.no_grad():
+        halves = [results(call(model, each)) for each in chunked(inputs, 2)]
+    for whole, *half in zip(together, *halves, strict=True):
+        allowed = _ALIKE * torch.finfo(whole.dtype).eps * float(whole.detach().abs().max())
+        apart = (whole.detach() - torch.cat(half)).abs().max()
+        if not float(apart) <= allowed:
+            return 1
+    return parts
+
+
 def _parts(
-    model: nn.Module, plan: Plan, batch: tuple[Any, tuple[torch.Tensor, ...]]
+    model: nn.Module, batches: Batches, step: int
 ) -> list[tuple[Any, tuple[torch.Tensor, ...], bool]]:
-    """Cut a global batch into parts that must run separately; return them as tuples.
+    """Cut the global batch of a step into parts that run separately; return them as tuples.
 
     Each part is (inputs, targets, keeps_statistics). If `keeps_statistics` is False, the buffers
     that the forward changes must be restored. That is so for parts of data ranks other than 0 if
     norms are not synchronized, because only the running statistics of rank 0 are saved.
     """
+    plan, batch = batches.plan, batches.of(step, model)
+    if batches.parts > 1:
+        return [(*part, True) for part in chunked(batch, batches.parts)]
     count, ranks = microbatches_alone(model, plan), plan.num_data_ranks
     if not own_statistics(model, plan):
         return [(*part, True) for part in taken_together(batch, ranks, count)]

@@ -57,6 +57,7 @@ from meshplan.runtime.train.one_process import (
     microbatches_alone,
     num_steps_alone,
     own_statistics,
+    parts_for_memory,
     prepare,
     sgd,
     state_of,
@@ -120,6 +121,9 @@ def verify(small: Small, report: Callable[[str], None]) -> Verdict:
     except MeshplanError as error:
         refusal = "\n".join(str(problem) for problem in error.problems)
         return Verdict(**common, refusal=refusal)
+    if (parts := found.pop("parts")) > 1:
+        # The whole batch might not fit in this machine's memory.
+        common["notes"] = (*small.notes, f"batch of one process: taken in {parts} parts")
     return Verdict(**common, ranks=tuple(ranks[rank] for rank in range(world)), **found)
 
 
@@ -164,6 +168,8 @@ def _verify_rank(send: Send, spec: Spec, source: ModelSource) -> None:
         applied(model).loss_scale = SAFE_SCALE
     samples = micro * plan.accumulate * plan.num_data_ranks
     batches = Batches(alone, plan, trial.shapes, samples)
+    if is_first:
+        batches = replace(batches, parts=parts_for_memory(copy.deepcopy(alone), plan, samples))
     inputs, targets = local_batch(model, batches.of(0, model))
     forward = record_forward(copy.deepcopy(alone), plan, inputs, targets, sample_loss)
     expected = forecast(plan, forward, dist.get_rank())
@@ -190,6 +196,7 @@ def _verify_rank(send: Send, spec: Spec, source: ModelSource) -> None:
                 "moved": _compare(before, single, state, tolerance, plan),
                 "microbatches": microbatches_alone(alone, plan),
                 "own_statistics": tuple(own_statistics(alone, plan)),
+                "parts": batches.parts,
             }
         )  # fmt: skip
     send(report)
