@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshplan.runtime.apply.loss.lazy_logits import LazyLogits
@@ -82,7 +83,8 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, LazyLogits):
         return False
     owner = tensor if tensor._base is None else tensor._base
-    return owner.is_leaf and owner.requires_grad
+    # A stage of a pipeline gets its inputs as leaves that require gradients, too.
+    return isinstance(owner, nn.Parameter) and owner.requires_grad
 
 
 def spread(targets: Any, length: int, count: int) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshplan.errors import Problem
@@ -135,7 +136,7 @@ def _amount(tensors: list[torch.Tensor]) -> int:
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     if is_parameter(parts[0]):
-        return parts[0].detach().to(device()).requires_grad_()
+        return nn.Parameter(parts[0].detach().to(device()))
     return (torch.cat(parts) if parts[0].ndim else parts[0]).to(device())
 
 
@@ -146,7 +147,8 @@ def _split(item: Any) -> tuple[Any, list[torch.Tensor]]:
     def place(tensor: torch.Tensor) -> int:
         # Clone, because pickle would send the whole storage of a view.
         copy = tensor.detach().clone().cpu()
-        found.append(copy.requires_grad_(is_parameter(tensor)))
+        # Pickle keeps the type, which shows on other ranks too that no sample has the tensor.
+        found.append(nn.Parameter(copy) if is_parameter(tensor) else copy)
         return len(found) - 1
 
     return shape_of(item, place), found

@@ -112,3 +112,46 @@ def test_numbers_that_are_none_are_refused_the_first_time(pool):
     for said, loss in pool(2).run(poisoned, timeout=30):
         assert said.count("the loss contains NaN") == 1
         assert loss != loss
+
+
+class Early(nn.Module):
+    """Returns a tensor of its first stage beside that of its last one, as T5 its encoder's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        early = self.first(x)
+        return self.second(early.tanh()), early
+
+
+def loss_of_both(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return torch.stack([(each - target).square().mean() for each in output]).sum()
+
+
+def losses_with_early(plan: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """(losses of one process, losses under the plan) of two steps."""
+    x, y = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    alone = Early()
+    torch.manual_seed(0)
+    model = meshplan.parallelize(Early(), {"version": 1} | plan, example_inputs=x)
+    told, found = [], []
+    one = torch.optim.SGD(alone.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        loss = loss_of_both(alone(x), y)
+        loss.backward()
+        one.step()
+        one.zero_grad()
+        told.append(float(loss))
+        found.append(float(meshplan.train_step(model, optimizer, x, y, loss_of_both)))
+    return told, found
+
+
+def test_a_loss_may_read_what_an_earlier_stage_returned(pool):
+    # Such a tensor arrives as a leaf that requires a gradient, like a parameter.
+    plan = {"mesh": {"pp": 2}, "pipeline": {"microbatches": 2}, "batch": {"micro": 8}}
+    for told, found in pool(2).run(losses_with_early, plan):
+        assert found == pytest.approx(told, rel=1e-6)
