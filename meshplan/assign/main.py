@@ -138,6 +138,7 @@ def assign(
         synchronized=batchnorm.synchronized,
         sequence_parallel=spec.sequence_parallel,
         crossings=derived.crossings,
+        results=derived.results,
         loss_parallel=spec.loss_parallel,
         chunked_loss=chunked_loss,
         context=context,

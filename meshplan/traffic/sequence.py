@@ -1,4 +1,4 @@
-"""Find which values sent between pipeline stages are sharded along the sequence over tp."""
+"""Find which values that stages of a pipeline exchange are sharded over tp, and how."""
 
 from __future__ import annotations
 
@@ -10,12 +10,24 @@ from meshplan.traffic.forward import TensorUse
 
 
 class SequenceCuts:
-    """The values of a recorded forward that `sequence_parallel` shards along the sequence."""
+    """The values of a recorded forward that are sharded over tp where modules return them.
+
+    `sequence_parallel` shards them along the sequence. Others have a dim that `tp_plan: auto`
+    shards, such as the heads of T5's position bias, which its blocks pass on to each other.
+    """
 
     def __init__(self, plan: Plan, flow: Flow) -> None:
         self.flow, self.tp = flow, plan.mesh.size("tp")
         self.is_on = plan.assignment.sequence_parallel and self.tp > 1
         self._known: dict[int, bool | None] = {}
+        self._dims: dict[int, int | None] = {}
+        """The dim that is sharded of each value that `tp_plan: auto` followed; None if whole."""
+        left = {fqn: iter(calls) for fqn, calls in plan.assignment.results.items()}
+        for call in flow.calls if self.tp > 1 else ():
+            dims = next(left.get(call.module, iter(())), ())
+            if len(dims) == len(call.outputs):
+                values = (value for _, value in call.outputs)
+                self._dims |= dict(zip(values, dims, strict=True))
         self._whole: set[int] = set()
         """Unsharded values at a `SequenceBoundary`: inputs to be sliced, and gathered outputs."""
         for call in flow.calls if self.is_on else ():
@@ -41,8 +53,13 @@ class SequenceCuts:
 
         Args:
             value: Id of the value in the flow.
-            whole: Its unsharded shape, (batch, sequence, ...).
+            whole: Its unsharded shape; (batch, sequence, ...) if the sequence is sharded.
         """
+        if value in self._dims:
+            dim = self._dims[value]
+            if dim is None:
+                return whole
+            return (*whole[:dim], whole[dim] // self.tp, *whole[dim + 1 :])
         if not self.is_on or value in self._whole:
             return whole
         if self._is_cut(value) is not True:

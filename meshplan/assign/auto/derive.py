@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -46,6 +46,8 @@ class Derived:
         problems: Reasons why nothing could be derived.
         notes: Notes on which modules are replicated, and why.
         stream: Where activations are sharded along the sequence; None without sequence_parallel.
+        results: For each module, by fqn, and each of its calls, the sharded dim of each result,
+            None for a whole one.
     """
 
     preset: Mapping[str, Preset] = field(default_factory=dict)
@@ -55,6 +57,7 @@ class Derived:
     problems: tuple[Problem, ...] = ()
     notes: tuple[Problem, ...] = ()
     stream: Stream | None = None
+    results: Mapping[str, tuple[tuple[int | None, ...], ...]] = field(default_factory=dict)
 
     @property
     def crossings(self) -> tuple[SequenceBoundary, ...]:
@@ -111,11 +114,14 @@ def derive(
         added=MappingProxyType(dict.fromkeys(choice.proof.summed_modules, Reason(_ADDED))),
         attributes=MappingProxyType(choice.attributes),
         notes=tuple(_notes(whole, origin)),
+        results=_results(flow_uses, choice),
     )
     if not spec.sequence_parallel:
         return out
     try:
-        return _with_stream(spec, graph, out, find_stream(flow_uses, choice, rehearsals))
+        stream = find_stream(flow_uses, choice, rehearsals)
+        found = _with_stream(spec, graph, out, stream)
+        return replace(found, results=_results(flow_uses, choice, stream.values))
     except Refuted as error:
         return Derived(problems=(_no_stream(spec, str(error)),))
 
@@ -306,6 +312,28 @@ def _counted(flow_uses: FlowUses, region: Region, fqn: str) -> str:
 def _common(one: list[str], other: list[str]) -> int:
     same = (a == b for a, b in zip(one, other, strict=False))
     return next((i for i, s in enumerate(same) if not s), min(len(one), len(other)))
+
+
+def _results(
+    flow_uses: FlowUses, choice: CutChoice, shards: Container[int] = ()
+) -> Mapping[str, tuple[tuple[int | None, ...], ...]]:
+    """Return the sharded dim of each result of each call, by module.
+
+    Args:
+        flow_uses: The recorded forward.
+        choice: The chosen regions.
+        shards: Ids of the values that are sharded along the sequence, which is dim 1.
+    """
+    cut, dims = {region.factor for region in choice.regions}, flow_uses.classes.dims
+
+    def of(value: int) -> int | None:
+        inner = next((number for number, dim in enumerate(dims[value]) if cut & {*dim}), None)
+        return 1 if value in shards else inner
+
+    calls = {
+        fqn: [[of(v) for _, v in c.outputs] for c in cs] for fqn, cs in flow_uses.calls.items()
+    }
+    return MappingProxyType({fqn: tuple(map(tuple, found)) for fqn, found in calls.items()})
 
 
 def _uses(choice: CutChoice) -> dict[str, LocalUse]:

@@ -248,6 +248,9 @@ class _SequenceWalk:
             taking=frozenset(c.module for c, w in styled if w in ("vocab", "gradients_added")),
             whole=frozenset(whole),
             ops=frozenset(self.ops),
+            values=frozenset(self.values).difference(v for _, v in self.end.outputs)
+            if self.end is not None
+            else frozenset(self.values),
             summed=summed_beside(
                 self.flow_uses, self.choice.regions, self.choice.gathered, self.choice.proof,
                 frozenset(self.values), frozenset(self.entered),

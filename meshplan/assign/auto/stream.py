@@ -28,6 +28,7 @@ class Stream:
             and replicated projections with summed gradients.
         whole: Fqns of styled modules whose input is never a shard of the sequence.
         ops: Indices of the operations that compute on shards.
+        values: Ids of the values that are shards where modules return them.
         summed: Fqns of parameters that are used on shards, so that each rank has a partial sum of
             their gradients.
     """
@@ -39,6 +40,7 @@ class Stream:
     taking: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
     ops: frozenset[int] = frozenset()
+    values: frozenset[int] = frozenset()
     summed: tuple[str, ...] = ()
 
 

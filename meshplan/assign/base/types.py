@@ -347,6 +347,9 @@ class Assignment:
             sequence.
         crossings: Further places where these activations are sharded or gathered, other than inputs
             and outputs of styled modules.
+        results: For each module, by fqn, and each of its calls, the dim of each result that tp
+            shards, None for a whole one; empty unless `tp_plan: auto` derived it from a recorded
+            forward.
         loss_parallel: If True, logits stay sharded over the vocabulary while the loss is computed.
         chunked_loss: Head and loss computed in chunks; None if they are computed at once.
         context: The kind of attention over sequence shards; None without cp.
@@ -374,6 +377,7 @@ class Assignment:
     host_activations: Mapping[str, Reason] = field(default_factory=dict)
     experts: Mapping[str, ExpertUse] = field(default_factory=dict)
     crossings: tuple[SequenceBoundary, ...] = ()
+    results: Mapping[str, tuple[tuple[int | None, ...], ...]] = field(default_factory=dict)
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
