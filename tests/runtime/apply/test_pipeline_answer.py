@@ -132,7 +132,7 @@ def loss_of_both(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 
 def losses_with_early(plan: dict[str, Any]) -> tuple[list[float], list[float]]:
     """(losses of one process, losses under the plan) of two steps."""
-    x, y = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1))
+    x, y = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     alone = Early()
     torch.manual_seed(0)
@@ -151,7 +151,8 @@ def losses_with_early(plan: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 
 def test_a_loss_may_read_what_an_earlier_stage_returned(pool):
-    # Such a tensor arrives as a leaf that requires a gradient, like a parameter.
-    plan = {"mesh": {"pp": 2}, "pipeline": {"microbatches": 2}, "batch": {"micro": 8}}
+    # Such a tensor arrives as a leaf that requires a gradient, like a parameter. A microbatch has
+    # two samples, of which one can be compared with both where it is not cut.
+    plan = {"mesh": {"pp": 2}, "pipeline": {"microbatches": 2}, "batch": {"micro": 4}}
     for told, found in pool(2).run(losses_with_early, plan):
         assert found == pytest.approx(told, rel=1e-6)
