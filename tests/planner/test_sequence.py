@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,14 @@ from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.plan.plan import make_plan
 from meshplan.planner.answers.explain import Asker
 from meshplan.planner.lock.lock import overrides
+from meshplan.planner.objectives import fastest
+from meshplan.planner.objectives.fastest import decide
+from meshplan.planner.problem.decision import Decision
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import request_of_file
 from meshplan.planner.solve.config import ConfigSolver, solve_config
-from meshplan.planner.space.space import EmptySpaceError
+from meshplan.planner.solve.result import SearchResult
+from meshplan.planner.space.space import EmptySpaceError, less_sharded
 from meshplan.planner.tables.whole_plan import Costed
 from tests.planner.test_context import LLAMA
 
@@ -136,3 +141,56 @@ def test_why_it_is_cut_is_said_in_seconds(tmp_path: Path) -> None:
     job_of(tmp_path, sequence_parallel=False)
     stated = Asker(request_of_file(tmp_path / "plan.yaml"))
     assert stated.why_not("sequence_parallel=true").why == "the plan states it"
+
+
+@pytest.mark.parametrize(("tokens", "is_sequence"), [(128, False), (4096, True)])
+def test_the_fastest_setting_of_tp_is_found_where_the_plan_states_none(
+    tmp_path: Path, tokens: int, is_sequence: bool
+) -> None:
+    """A short sequence waits for the host at each collective, of which there are twice as many."""
+    big = LLAMA | {
+        "hidden_size": 4096, "intermediate_size": 8192, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "num_hidden_layers": 8,
+    }  # fmt: skip
+
+    def answer(**more: Any) -> Decision:
+        words = {"mesh": {"dp_shard": 2, "tp": 4}, "batch": {"global": 2, "seq_len": tokens}}
+        return decide(job_of(tmp_path, big, **words, **more).request)
+
+    every = [
+        answer(sequence_parallel=cuts, loss_parallel=cuts_loss)
+        for cuts in (True, False)
+        for cuts_loss in (True, False)
+    ]
+    found = answer()
+    assert found.best_s == min(each.best_s for each in every)
+    assert found.chosen is not None
+    assert found.chosen.plan.spec.sequence_parallel is is_sequence
+    assert found.gap == 0.0
+    assert found.is_whole
+    assert found.num_configs == sum(each.num_configs for each in every)
+
+
+def test_settings_of_tp_that_are_stated_or_refused_are_not_searched(tmp_path: Path) -> None:
+    job = job_of(tmp_path, sequence_parallel=True, loss_parallel=True)
+    assert not list(less_sharded(job.spec, job.free, job.refuses))
+    job = job_of(tmp_path, loss_parallel=True)
+    (other,) = less_sharded(job.spec, job.free, job.refuses)
+    assert other.axes["tp"] == (2, 4)
+    assert other.sequence_parallel == {1: False, 2: False, 4: False}
+    assert other.loss_parallel == job.free.loss_parallel
+    # A size whose sequence cannot be sharded has been searched without it.
+    job = job_of(tmp_path, loss_parallel=True, batch={"global": 16, "seq_len": 2046})
+    (other,) = less_sharded(job.spec, job.free, job.refuses)
+    assert other.axes["tp"] == (2,)
+
+
+def test_a_search_of_less_sharding_that_is_stopped_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(tmp_path)
+    stopped = replace(SearchResult(), is_whole=False, lower_s=0.0)
+    monkeypatch.setattr(fastest, "fastest_that_fits", lambda *_, **__: stopped)
+    found = decide(job.request)
+    assert found.gap == 1.0
+    assert not found.is_whole

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -16,7 +17,7 @@ from meshplan.cost.profile import without
 from meshplan.garbage import collecting_rarely
 from meshplan.layout.mesh import AXES
 from meshplan.planner.objectives.layouts import with_other_layouts
-from meshplan.planner.objectives.offload_variants import searched
+from meshplan.planner.objectives.offload_variants import fastest_that_fits, searched
 from meshplan.planner.objectives.refine import refine
 from meshplan.planner.objectives.robust import RobustChoice
 from meshplan.planner.objectives.search_plans import search_plans
@@ -28,7 +29,7 @@ from meshplan.planner.solve.deadline import Deadline
 from meshplan.planner.solve.result import ReplayedMemory, SearchResult
 from meshplan.planner.solve.search import search
 from meshplan.planner.solve.shares import shares_of
-from meshplan.planner.space.space import Rejected
+from meshplan.planner.space.space import Rejected, less_sharded
 from meshplan.planner.tables.cost_table import CostTable, memory_bounds, time_bounds
 from meshplan.units import format_step
 
@@ -47,7 +48,48 @@ def decide(request: PlanRequest, report: Callable[[str], None] = lambda text: No
     Raises:
         PlanError: The plan file lacks a statement, or allows no configuration.
     """
-    return fastest_of(PlanningProblem(request), report)
+    began = time.monotonic()
+    problem = PlanningProblem(request)
+    decision = fastest_of(problem, report)
+    limit = request.time_limit_s
+    deadline = None if limit is None else Deadline.after(limit - (time.monotonic() - began))
+    return _with_less_sharding(problem, decision, deadline, report)
+
+
+def _with_less_sharding(
+    problem: PlanningProblem,
+    decision: Decision,
+    deadline: float | None,
+    report: Callable[[str], None],
+) -> Decision:
+    """Search the plans whose tp shards less, where the plan leaves that open, too.
+
+    More sharding needs less memory. It mostly takes less time, but sequence parallelism has two
+    collectives where tp alone has one, which counts where tensors are small.
+
+    Args:
+        problem: The problem that was searched.
+        decision: The decision on it.
+        deadline: Value of `time.monotonic()` at which to stop.
+        report: Called with lines on the progress.
+
+    Returns:
+        The decision, or that of the space with the fastest plan.
+    """
+    if decision.chosen is None or not decision.is_whole:
+        return decision
+    for free in less_sharded(problem.spec, problem.free, problem.refuses):
+        other = PlanningProblem(problem.request, free)
+        found = fastest_that_fits(other, deadline, below_s=decision.best_s)
+        count = decision.num_configs + other.num_configs
+        if found.best is not None:
+            better = fastest_of(PlanningProblem(problem.request, free), report)
+            if better.chosen is not None and better.best_s < decision.best_s:
+                decision = better
+        gap = max(decision.gap, 1 - found.lower_s / decision.best_s)
+        whole = decision.is_whole and found.is_whole
+        decision = replace(decision, num_configs=count, gap=gap, is_whole=whole)
+    return decision
 
 
 @collecting_rarely()

@@ -277,18 +277,14 @@ def _tensor_parallel(
 
     Each size maps to (True if activations are sharded along the sequence, True if the loss is
     sharded along the vocabulary). Of the settings that the model allows, those with more sharding
-    are taken: they need less memory and less communication.
+    are taken, which need less memory; `less_sharded` has the others.
     """
-    choices = [
-        (getattr(spec, name),) if name in spec.origins else (True, False)
-        for name in ("sequence_parallel", "loss_parallel")
-    ]
     out = {1: (spec.sequence_parallel, False)} if 1 in axes["tp"] else {}
     for size in axes["tp"]:
         if size == 1:
             continue
         whys = []
-        for cuts, cuts_loss in itertools.product(*choices):
+        for cuts, cuts_loss in _tensor_settings(spec):
             trial = with_axes(spec, {"tp": size}, sequence_parallel=cuts, loss_parallel=cuts_loss)
             why = refuses(trial)
             if not why:
@@ -298,6 +294,46 @@ def _tensor_parallel(
         else:
             rejected.append(Rejected(f"mesh.tp={size}", whys[-1]))
     return out
+
+
+def _tensor_settings(spec: Spec) -> Iterator[tuple[bool, bool]]:
+    """Yield the (sequence_parallel, loss_parallel) that the plan allows, most sharding first."""
+    yield from itertools.product(
+        *(
+            (getattr(spec, name),) if name in spec.origins else (True, False)
+            for name in ("sequence_parallel", "loss_parallel")
+        )
+    )
+
+
+def less_sharded(spec: Spec, free: Freedom, refuses: Callable[[Spec], str]) -> Iterator[Freedom]:
+    """Yield spaces whose tp shards activations or the loss less than that of `freedom_of`.
+
+    Together with `free` they have all settings of tp. Each has the sizes of tp above 1 that allow
+    its settings, and differs from the others in these settings.
+
+    Args:
+        spec: The spec of the plan file.
+        free: What `freedom_of` returned for it.
+        refuses: As in `freedom_of`.
+    """
+    sizes = [size for size in free.axes["tp"] if size > 1]
+    for cuts, cuts_loss in _tensor_settings(spec):
+        allowed = [
+            size
+            for size in sizes
+            if (cuts, cuts_loss) < (free.sequence_parallel[size], free.loss_parallel[size])
+            and not refuses(
+                with_axes(spec, {"tp": size}, sequence_parallel=cuts, loss_parallel=cuts_loss)
+            )
+        ]
+        if allowed:
+            yield replace(
+                free,
+                axes={**free.axes, "tp": tuple(allowed)},
+                sequence_parallel=dict(free.sequence_parallel) | dict.fromkeys(allowed, cuts),
+                loss_parallel=dict(free.loss_parallel) | dict.fromkeys(allowed, cuts_loss),
+            )
 
 
 def _pipelines(
