@@ -279,8 +279,8 @@ as a multiple of those of the chosen plan.
 With `--tight`, data ranks run out at two, and nodes are joined by slow links, so that stages and
 tensor parallelism have to be chosen: {len(tight)} of {len(MODELS)} models were run,
 {tight_ok} are ok. The plan trained on as many ranks as it is for; by hand are
-{len(_TIGHT_BY_HAND)} plans with both. A plan by hand may be up to 2 % faster: of plans so near to each
-other the simplest is chosen.
+{len(_TIGHT_BY_HAND)} plans with both. A plan by hand may be up to 2 % faster: of plans so near
+to each other the simplest is chosen.
 
 ```
 {_table(tight)}

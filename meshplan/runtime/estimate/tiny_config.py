@@ -28,6 +28,8 @@ _FFN: Final = (
 )  # fmt: skip
 _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
 _TOP_K: Final = ("num_experts_per_tok", "moe_top_k")
+_EMBEDDED: Final = ("word_embed_proj_dim", "embedding_size", "embedding_dim", "d_embed")
+"""Widths of embeddings, which models project to the hidden width only if the two differ."""
 _HEAD_DIM: Final = ("head_dim", "d_kv")
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_sequence_length")
 _SPECIAL: Final[Mapping[str, int]] = MappingProxyType(
@@ -191,5 +193,6 @@ def _shrink_heads(config: Any, tp: int, small_tp: int, notes: list[str]) -> None
         _set(config, (kv_name,), few, notes)
     if stated:
         _set(config, (stated,), head_dim, notes)
-    for each in _HIDDEN:
+    as_wide = [each for each in _EMBEDDED if _get(config, each) == hidden]
+    for each in (*_HIDDEN, *as_wide):
         _set(config, (each,), few * ratio * head_dim, notes)

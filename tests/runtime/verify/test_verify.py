@@ -378,6 +378,16 @@ def test_configs_keep_ratios_and_what_divides():
     assert tiny.text_config.num_hidden_layers == tiny.vision_config.num_hidden_layers == 2
 
 
+@pytest.mark.parametrize("embedded", [768, 512])
+def test_a_small_model_projects_its_embeddings_if_the_model_does(embedded: int) -> None:
+    """OPT's head has a bias-free projection before it where the two widths differ."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.OPTConfig(hidden_size=768, word_embed_proj_dim=embedded)
+    small, _ = shrink_sizes(config, layers=2, tp=4, small_tp=4, ep=1)
+    assert small.hidden_size == 64
+    assert (small.word_embed_proj_dim == small.hidden_size) is (embedded == 768)
+
+
 def test_a_config_file_is_built_as_its_first_architecture(tmp_path):
     config = {"model_type": "llama", "architectures": ["LlamaModel", "LlamaForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
