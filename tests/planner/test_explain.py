@@ -13,7 +13,7 @@ from meshplan.cli.app import main
 from meshplan.errors import PlanError
 from meshplan.planner.answers.explain import _missing
 from meshplan.planner.objectives.fastest import fastest_of
-from meshplan.planner.objectives.search_plans import search_plans
+from meshplan.planner.objectives.offload_variants import fastest_of_all
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import request_of_file
 from meshplan.planner.solve.shares import Shares
@@ -96,15 +96,15 @@ def test_one_search_for_all_values_of_a_field(job, monkeypatch):
     """What all are put beside is searched once, within the time that the plan allows."""
     asked, planned = [], []
 
-    def counted(*args, **more):
-        asked.append(more["deadline"])
-        return search_plans(*args, **more)
+    def counted(problem, deadline):
+        asked.append(deadline)
+        return fastest_of_all(problem, deadline)
 
     def decided(*args, **more):
         planned.append(args)
         return fastest_of(*args, **more)
 
-    monkeypatch.setattr("meshplan.planner.objectives.offload_variants.search_plans", counted)
+    monkeypatch.setattr("meshplan.planner.answers.explain.fastest_of_all", counted)
     monkeypatch.setattr("meshplan.planner.answers.explain.fastest_of", decided)
     answers = explain(job(solve={"time_limit": "1h"}), ["why", "mesh.dp_shard"])
     assert (len(asked), len(planned)) == (len(answers), 1)

@@ -62,6 +62,22 @@ def test_each_is_what_why_not_says_of_its_kind(job, config, fields):
             assert each.kind in kinds_of(each.evaluated.plan)
 
 
+def test_tp_that_shards_less_counts_among_them_and_in_why_not(job):
+    """With short sequences, tp without sequence_parallel has fewer collectives to wait for."""
+    config, batch = LLAMA, {"global": 8, "seq_len": 128}
+
+    def seconds(**more):
+        path = job(config, batch=batch, **SMALL, **more)
+        decision = search_plan(path, other_layouts=True)
+        asked = best_by_why_not(path, "mesh.tp=2", "mesh.tp=4", "mesh.tp=8")
+        others = {each.kind: each.evaluated for each in decision.other_layouts}
+        return others.get("tp", decision.chosen).seconds, asked
+
+    whole, parts = seconds(sequence_parallel=False), seconds(sequence_parallel=True)
+    assert whole[0] < 0.99 * parts[0]
+    assert seconds() == pytest.approx(whole, rel=2 * TOLERANCE)
+
+
 def test_one_data_axis_alone_is_what_its_mesh_gives(job):
     """Beside a chosen plan with tp, the fastest plan of one data axis."""
     path = job()

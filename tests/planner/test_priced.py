@@ -191,7 +191,7 @@ def test_a_model_as_it_runs_takes_as_long_as_its_config_says(layout, more, write
     # Rules leave out kernels of DTensor, and small ones of transformers.
     assert as_run.seconds == pytest.approx(by_config.seconds, rel=0.15)
     job = PlanningProblem(request_of_file(path, ["mesh={dp_shard: 4}", "strategy=full_shard"]))
-    assert found.flops == pytest.approx(job.flops_of_sample, rel=0.01)
+    assert found.flops == pytest.approx(job.chain_at(1).flops, rel=0.01)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "full_shard"])

@@ -33,11 +33,11 @@ from meshplan.planner.objectives.balanced import balance
 from meshplan.planner.objectives.fastest import fastest_of
 from meshplan.planner.objectives.memory import least_rows
 from meshplan.planner.objectives.num_devices import cheapest, with_nodes
-from meshplan.planner.objectives.offload_variants import fastest_that_fits
+from meshplan.planner.objectives.offload_variants import fastest_of_all
 from meshplan.planner.objectives.priced import is_priced, price
 from meshplan.planner.problem.decision import Decision, Evaluated, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.planner.solve.config import Candidate, ConfigSolver
+from meshplan.planner.solve.config import ConfigSolver
 from meshplan.planner.solve.shares import Shares, shares_of
 from meshplan.planner.space.space import EmptySpaceError, Freedom, UnsearchedError
 from meshplan.planner.tables.cost_table import memory_bounds
@@ -281,37 +281,45 @@ class Asker:
     def _beside(self, setting: str, problem: PlanningProblem) -> WhyNot:
         """Compare the best plan of a problem with the plan chosen without the setting."""
         base, plan = self.decision, self.decision.chosen
-        evaluated, candidate, is_whole = self._best(problem)
+        evaluated, shares, is_whole = self._best(problem)
         return WhyNot(
             setting=setting,
             base_s=base.best_s if plan is not None else None,
             seconds=evaluated.seconds if evaluated is not None else None,
             evaluated=evaluated,
             plan=plan,
-            shares=shares_of(problem.table, candidate) if candidate else None,
-            plan_shares=(
-                shares_of(self._problem.table, plan.candidate) if plan and plan.candidate else None
-            ),
+            shares=shares,
+            plan_shares=_shares_in(self._problem, plan) if plan is not None else None,
             missing_bytes=_missing(problem) if evaluated is None and is_whole else None,
             is_whole=base.is_whole and is_whole,
             objective=self._request.objective,
         )
 
-    def _best(self, problem: PlanningProblem) -> tuple[Evaluated | None, Candidate | None, bool]:
-        """Return (the best plan of a problem, its candidate, True if the search ran to its end)."""
+    def _best(self, problem: PlanningProblem) -> tuple[Evaluated | None, Shares | None, bool]:
+        """Return (the best plan of a problem, its shares, True if the search ran to its end)."""
         if self._is_about_memory:
             decision = smallest_of(problem)
             problem.allow(problem.request.limit_bytes)
             evaluated = decision.chosen
-            return (
-                evaluated,
-                evaluated.candidate if evaluated is not None else None,
-                decision.is_whole,
-            )
-        found = fastest_that_fits(problem, _deadline(problem))
+            shares = _shares_in(problem, evaluated) if evaluated is not None else None
+            return evaluated, shares, decision.is_whole
+        at, found = fastest_of_all(problem, _deadline(problem))
         measured = found.measured.result if found.measured is not None else None
         assert measured is None or isinstance(measured, Evaluated)
-        return measured, found.best, found.is_whole
+        shares = shares_of(at.table, found.best) if found.best is not None else None
+        return measured, shares, found.is_whole
+
+
+def _shares_in(problem: PlanningProblem, plan: Evaluated) -> Shares | None:
+    """Return the shares of a plan of a problem; None if it does not come from a search."""
+    if plan.candidate is None:
+        return None
+    tp, spec = plan.plan.mesh.size("tp"), plan.plan.spec
+    for each in problem.less_sharded:
+        settings = spec.sequence_parallel, spec.loss_parallel
+        if tp in each.free.axes["tp"] and settings in each.free.tensor_settings:
+            problem = each
+    return shares_of(problem.table, plan.candidate)
 
 
 def _on_the_cheapest(request: PlanRequest) -> PlanRequest:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
-from meshplan.planner.objectives.offload_variants import fastest_that_fits
+from meshplan.planner.objectives.offload_variants import fastest_of_all
 from meshplan.planner.objectives.priced import is_priced, price
 from meshplan.planner.problem.decision import Evaluated, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
@@ -42,7 +42,7 @@ def frontier(
     while len(out) < _MOST_POINTS:
         problem = PlanningProblem(replace(request, limit_bytes=limit), free)
         free = problem.free
-        found = fastest_that_fits(problem, deadline)
+        problem, found = fastest_of_all(problem, deadline)
         is_whole = is_whole and found.is_whole
         evaluated = found.measured.result if found.measured is not None else None
         if not isinstance(evaluated, Evaluated) or not found.is_whole:

@@ -17,7 +17,7 @@ from meshplan.errors import PlanError, SpecError
 from meshplan.planner.answers.stated import Statement, in_words, statements_of, without
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.objectives.memory import least_rows
-from meshplan.planner.objectives.offload_variants import add_offload_variants, fastest_that_fits
+from meshplan.planner.objectives.offload_variants import add_offload_variants, fastest_of_all
 from meshplan.planner.problem.decision import Evaluated, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import cluster_of
@@ -326,7 +326,7 @@ class _Asking:
                 self._is_whole = self._is_whole and (is_proved or small is not None)
                 return _Outcome(True if small else False if is_proved else None, small)
             deadline = min(self._deadline, time.monotonic() + self._limit / _SHARES)
-            found = fastest_that_fits(problem, deadline)
+            problem, found = fastest_of_all(problem, deadline)
         except (PlanError, SpecError) as error:  # Other statements may now be invalid.
             first = error.problems[0]
             is_empty = isinstance(error, EmptySpaceError)

@@ -169,12 +169,18 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
     elif text not in ("true", "false"):
         raise _no_value(path, text, ("true", "false"))
     elif path == "sequence_parallel" and text == "false":
-        fixed = {"sequence_parallel": dict.fromkeys(free.sequence_parallel, False)}
+        fixed = {
+            "sequence_parallel": dict.fromkeys(free.sequence_parallel, False),
+            "tensor_settings": tuple(each for each in free.tensor_settings if not each[0]),
+        }
     elif path == "sequence_parallel":
         cut = tuple(size for size, is_cut in free.sequence_parallel.items() if is_cut and size > 1)
         if not cut:
             return None, "no size of tp allows sequence_parallel"
-        fixed = {"axes": {**free.axes, "tp": cut}}
+        fixed = {
+            "axes": {**free.axes, "tp": cut},
+            "tensor_settings": tuple(each for each in free.tensor_settings if each[0]),
+        }
     else:
         fixed = {"reshard": (int(text == "true"),), "modes": (SHARD,)}
     return replace(free, **fixed), ""

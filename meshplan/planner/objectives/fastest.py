@@ -29,7 +29,7 @@ from meshplan.planner.solve.deadline import Deadline
 from meshplan.planner.solve.result import ReplayedMemory, SearchResult
 from meshplan.planner.solve.search import search
 from meshplan.planner.solve.shares import shares_of
-from meshplan.planner.space.space import Rejected, less_sharded
+from meshplan.planner.space.space import Rejected
 from meshplan.planner.tables.cost_table import CostTable, memory_bounds, time_bounds
 from meshplan.units import format_step
 
@@ -48,48 +48,7 @@ def decide(request: PlanRequest, report: Callable[[str], None] = lambda text: No
     Raises:
         PlanError: The plan file lacks a statement, or allows no configuration.
     """
-    began = time.monotonic()
-    problem = PlanningProblem(request)
-    decision = fastest_of(problem, report)
-    limit = request.time_limit_s
-    deadline = None if limit is None else Deadline.after(limit - (time.monotonic() - began))
-    return _with_less_sharding(problem, decision, deadline, report)
-
-
-def _with_less_sharding(
-    problem: PlanningProblem,
-    decision: Decision,
-    deadline: float | None,
-    report: Callable[[str], None],
-) -> Decision:
-    """Search the plans whose tp shards less, where the plan leaves that open, too.
-
-    More sharding needs less memory. It mostly takes less time, but sequence parallelism has two
-    collectives where tp alone has one, which counts where tensors are small.
-
-    Args:
-        problem: The problem that was searched.
-        decision: The decision on it.
-        deadline: Value of `time.monotonic()` at which to stop.
-        report: Called with lines on the progress.
-
-    Returns:
-        The decision, or that of the space with the fastest plan.
-    """
-    if decision.chosen is None or not decision.is_whole:
-        return decision
-    for free in less_sharded(problem.spec, problem.free, problem.refuses):
-        other = PlanningProblem(problem.request, free)
-        found = fastest_that_fits(other, deadline, below_s=decision.best_s)
-        count = decision.num_configs + other.num_configs
-        if found.best is not None:
-            better = fastest_of(PlanningProblem(problem.request, free), report)
-            if better.chosen is not None and better.best_s < decision.best_s:
-                decision = better
-        gap = max(decision.gap, 1 - found.lower_s / decision.best_s)
-        whole = decision.is_whole and found.is_whole
-        decision = replace(decision, num_configs=count, gap=gap, is_whole=whole)
-    return decision
+    return fastest_of(PlanningProblem(request), report)
 
 
 @collecting_rarely()
@@ -98,14 +57,37 @@ def fastest_of(
 ) -> Decision:
     """Find the fastest plan of a problem.
 
+    Plans whose tp shards less (`PlanningProblem.less_sharded`) are searched below the seconds of
+    the best that shards most. More sharding mostly takes less time, too, but sequence parallelism
+    has two collectives where tp alone has one, which counts where tensors are small.
+
     Args:
         problem: The problem. Its grid and its `measured` estimates are extended.
         report: Called with lines on the progress.
     """
-    began = time.monotonic()
     limit = problem.request.time_limit_s
-    report(grid_line(problem))
     deadline = None if limit is None else Deadline.after(limit)
+    decision = _fastest_in(problem, deadline, report)
+    spaces = problem.less_sharded if decision.chosen is not None and decision.is_whole else ()
+    for other in spaces:
+        found = fastest_that_fits(other, deadline, below_s=decision.best_s)
+        count = decision.num_configs + other.num_configs
+        if found.best is not None:
+            better = _fastest_in(other, deadline, report)
+            if better.chosen is not None and better.best_s < decision.best_s:
+                decision = better
+        gap = max(decision.gap, 1 - found.lower_s / decision.best_s)
+        whole = decision.is_whole and found.is_whole
+        decision = replace(decision, num_configs=count, gap=gap, is_whole=whole)
+    return with_other_layouts(problem, decision) if problem.request.other_layouts else decision
+
+
+def _fastest_in(
+    problem: PlanningProblem, deadline: Deadline | None, report: Callable[[str], None]
+) -> Decision:
+    """Find the fastest plan of a problem, without those of `PlanningProblem.less_sharded`."""
+    began = time.monotonic()
+    report(grid_line(problem))
     robustness = None
     for _ in range(_MOST_CHOICES):
         table, found = searched(
@@ -137,7 +119,7 @@ def fastest_of(
     best = found.best
     ladder = _ladder(problem, table, best) if best else None
     is_stopped = problem.request.is_stopped()
-    decision = Decision(
+    return Decision(
         spec=problem.spec,
         chosen=chosen,
         best_s=best.seconds if best else float("inf"),
@@ -162,7 +144,6 @@ def fastest_of(
         unoffloaded_s=found.unoffloaded_s,
         robustness=robustness,
     )
-    return with_other_layouts(problem, decision) if problem.request.other_layouts else decision
 
 
 def grid_line(problem: PlanningProblem) -> str:

@@ -130,9 +130,21 @@ class _Searches:
         Args:
             kind: The kind, a key of `KINDS`.
         """
-        if not KINDS[kind](self._problem.grid).any():
+        best = self._fastest_in(self._problem, kind)
+        for other in self._problem.less_sharded if best.is_in_space else ():
+            below_s = best.evaluated.seconds if best.evaluated is not None else float("inf")
+            found = self._fastest_in(other, kind, below_s)
+            is_whole = best.is_whole and found.is_whole
+            best = replace(found if found.evaluated is not None else best, is_whole=is_whole)
+        return best
+
+    def _fastest_in(
+        self, problem: PlanningProblem, kind: str, below_s: float = float("inf")
+    ) -> OtherLayout:
+        """Search the fastest plan of a kind among those of one problem that take less."""
+        if not KINDS[kind](problem.grid).any():
             return OtherLayout(kind=kind, why="not in the search space", is_in_space=False)
-        with self._limited(kind) as among:
+        with self._limited(problem, kind, below_s) as among:
             among.search()
             if not among.found.is_whole:
                 return _answer(kind, among)
@@ -142,7 +154,9 @@ class _Searches:
         return _answer(kind, among)
 
     @contextmanager
-    def _limited(self, kind: str) -> Iterator[FastestAmong]:
+    def _limited(
+        self, problem: PlanningProblem, kind: str, below_s: float
+    ) -> Iterator[FastestAmong]:
         """Yield the search of a kind, which stops when the time for all searches is used up."""
         began_s = time.process_time()  # A forked copy of this process counts its own time.
         began_wall_s = time.monotonic()
@@ -154,7 +168,7 @@ class _Searches:
             return late or self._problem.request.is_stopped()
 
         yield FastestAmong(
-            self._problem, KINDS[kind], deadline=self._deadline, is_stopped=is_stopped
+            problem, KINDS[kind], deadline=self._deadline, is_stopped=is_stopped, below_s=below_s
         )
         self._left_s -= time.process_time() - began_s
 

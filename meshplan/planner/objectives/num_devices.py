@@ -187,7 +187,7 @@ class _Fewest:
     def _first(self) -> int:
         """Return the nodes needed at the devices' peak throughput: a lower bound on the answer."""
         problem = PlanningProblem(with_nodes(self._request, 1))
-        per_token = problem.flops_of_sample / _length(problem.spec)
+        per_token = problem.chain_at(1).flops / _length(problem.spec)
         seconds = (
             self._days * DAY_S * problem.profile.peak_flops * problem.request.cluster.gpus_per_node
         )

@@ -109,6 +109,30 @@ def fastest_that_fits(
     return replace(found, best=None, measured=None) if found.best is limit else found
 
 
+def fastest_of_all(
+    problem: PlanningProblem, deadline: float | None = None
+) -> tuple[PlanningProblem, SearchResult]:
+    """Search the fastest plan of a problem, whatever tp shards.
+
+    Args:
+        problem: The problem. Variants with offload are added to its grid.
+        deadline: As in `fastest_that_fits`.
+
+    Returns:
+        (the problem, or that of its `less_sharded` whose plan is the fastest; the result, whose
+        `lower_s` and `is_whole` are of all of them).
+    """
+    best = problem, fastest_that_fits(problem, deadline)
+    for other in problem.less_sharded:
+        before = best[1]
+        below_s = before.best.seconds if before.best is not None else float("inf")
+        found = fastest_that_fits(other, deadline, below_s=below_s)
+        at, faster = (other, found) if found.best is not None else best
+        whole, lower_s = before.is_whole and found.is_whole, min(before.lower_s, found.lower_s)
+        best = at, replace(faster, is_whole=whole, lower_s=lower_s)
+    return best
+
+
 class FastestAmong:
     """The fastest plan that fits among some configurations of a problem that was searched before.
 
@@ -123,6 +147,7 @@ class FastestAmong:
         deadline: Value of `time.monotonic()` at which to stop with the best plan found so far; None
             for no limit.
         is_stopped: Returns True once the search has to stop with the best plan found so far.
+        below_s: As in `fastest_that_fits`.
 
     Attributes:
         found: The result so far.
@@ -135,9 +160,11 @@ class FastestAmong:
         *,
         deadline: float | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
+        below_s: float = float("inf"),
     ) -> None:
         self._problem, self._is_among = problem, is_among
         self._deadline, self._is_stopped = deadline, is_stopped
+        self._below_s = below_s
         self.found = SearchResult()
 
     @property
@@ -152,7 +179,7 @@ class FastestAmong:
     def search_offload(self) -> None:
         """Search the variants with offload that may be faster than the plan found, if any."""
         problem, found = self._problem, self.found
-        seconds = found.best.seconds if found.best is not None else float("inf")
+        seconds = found.best.seconds if found.best is not None else self._below_s
         add_offload_variants(problem, seconds, self._is_among(problem.grid))
         # Some may have been added before, for a search among other configurations.
         among = self._is_among(problem.grid) & (problem.grid["offload"] != 0)
@@ -163,13 +190,16 @@ class FastestAmong:
         self.found = _merged(found, self._run(among))
 
     def _run(self, among: NDArray[np.bool_]) -> SearchResult:
-        return _search(
+        limit = Candidate(0, self._below_s, (), (), ())
+        found = _search(
             self._problem,
             self._problem.table,
             among=among,
+            known=(limit, ReplayedMemory(fits=True)) if self._below_s < float("inf") else None,
             deadline=self._deadline,
             is_stopped=self._is_stopped,
         )
+        return replace(found, best=None, measured=None) if found.best is limit else found
 
 
 def _search(problem: PlanningProblem, table: CostTable, **more: Any) -> SearchResult:

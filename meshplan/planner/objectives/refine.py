@@ -44,7 +44,8 @@ def refine(
         found: The result of the search. A faster plan replaces its `best` and `measured`.
         deadline: Value of `time.monotonic()` at which to stop; None for no limit.
     """
-    kinds, backward_bytes = problem.chain.kinds, problem.chain.backward_bytes
+    chain = problem.chain_at(1)
+    kinds, backward_bytes = chain.kinds, chain.backward_bytes
     is_recorded = any(backward_bytes)
     is_proved = found.best is not None and found.gap <= TOLERANCE
     if sum(kind.has_options for kind in kinds) < 2 or not is_recorded or not found.is_whole:
@@ -116,7 +117,7 @@ def _solve(
     Returns:
         (the candidate, its peak bytes); None if there is no such choice.
     """
-    config, backward_bytes = table.grid[row], problem.chain.backward_bytes
+    config, backward_bytes = table.grid[row], problem.chain_at(1).backward_bytes
     micro, microbatches = float(config["micro"]), float(config["microbatches"])
     seconds, saved, resident = (a[row] for a in (table.seconds, table.saved, table.resident))
     offered = []

@@ -45,7 +45,7 @@ from meshplan.planner.space.ep import experts_of
 from meshplan.planner.space.fixed import Pins, check_fixed_choices, fixed_choices_of
 from meshplan.planner.space.fixed_stages import FixedStages, fixed_stages_of
 from meshplan.planner.space.offload import over_host
-from meshplan.planner.space.space import Freedom, Rejected, freedom_of, only_ddp
+from meshplan.planner.space.space import Freedom, Rejected, freedom_of, less_sharded, only_ddp
 from meshplan.planner.space.trials import data_axis, with_axes
 from meshplan.planner.tables.build import cost_table_of
 from meshplan.planner.tables.cost_table import CostTable
@@ -135,6 +135,20 @@ class PlanningProblem:
             heads=(shape.heads, shape.kv_heads) if shape else (),
             is_traced=self._traced is not None,
         )
+
+    @cached_property
+    def less_sharded(self) -> tuple[PlanningProblem, ...]:
+        """Problems of the same request whose tp shards less; together they have all settings."""
+        spaces = less_sharded(self.spec, self.free, self.refuses)
+        others = (PlanningProblem(self.request, free) for free in spaces)
+        return tuple(each for each in others if not each._is_empty)
+
+    @property
+    def _is_empty(self) -> bool:
+        try:
+            return not len(self.grid)
+        except PlanError:  # `EmptySpaceError`: its sizes of tp do not go with what is stated.
+            return True
 
     def _keeps_from_rounds(self) -> str:
         """Return why pipeline ranks may not have several stages each; "" if they may."""
@@ -236,10 +250,7 @@ class PlanningProblem:
             order=order_of(self.spec.mesh),
         )
         if not are_alike(found) and (self.grid["virtual"] > 1).any():
-            what = (
-                "the planner gives a rank several stages only of identical blocks, and with tp the "
-                "blocks of this model differ"
-            )
+            what = "a rank has several stages only of identical blocks, and with tp these differ"
             fix = "write pipeline: {schedule: 1F1B}"
             raise PlanError(Problem(what, self.spec.origin("pipeline.schedule"), fix))
         return replace(found, stages=self._cuts.places(found.names))
@@ -275,23 +286,13 @@ class PlanningProblem:
 
     def flops(self, row: int) -> float:
         """Return the flops of a step, summed over ranks, of `grid[row]`; without recompute."""
-        return self.flops_of_sample * self.samples(row)
-
-    @property
-    def flops_of_sample(self) -> float:
-        """Flops of the forward and backward of one sample, without recompute."""
-        return self.chain_at(1).flops
+        return self.chain_at(1).flops * self.samples(row)
 
     def allow(self, limit_bytes: float) -> None:
         """Set the total bytes that a rank may use, and clear the cache of estimates."""
         # Invert `widened`: what the driver and the margins leave of the limit is for linear bytes.
         self.capacity = (limit_bytes + ROUNDING_BYTES - self._driver) / SHARES
         self._known.clear()
-
-    @property
-    def chain(self) -> Chain:
-        """The chain of block costs without tp."""
-        return self.chain_at(1)
 
     def blocks(self, table: CostTable, candidate: Candidate) -> tuple[tuple[BlockChoice, ...], ...]:
         """Return the options of every block of a candidate, one tuple for each stage.
@@ -475,7 +476,7 @@ class PlanningProblem:
 
     @cached_property
     def _truncated(self) -> TruncatedEstimate:
-        chain = self.chain
+        chain = self.chain_at(1)
         kinds = {n: k for k, n in zip(chain.order, chain.names, strict=True) if n}
         kind_of_block = kinds if len(set(kinds.values())) > 1 else {}
         return TruncatedEstimate(

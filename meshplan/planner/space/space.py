@@ -94,6 +94,8 @@ class Freedom:
         of_data_rank: Samples of a step of one data rank.
         sequence_parallel: {size of tp: True if tp shards activations along the sequence}.
         loss_parallel: {size of tp: True if tp shards the loss along the vocabulary}.
+        tensor_settings: Values that `sequence_parallel` and `loss_parallel` may have together, the
+            most sharding first. `less_sharded` has spaces with those that a size of tp has not.
         experts: Patterns of the modules whose experts ep shards.
         offload: Values of the grid's `offload` that the plan leaves open.
         stages_may_offload: If True, pipeline stages may have their parameters on the host.
@@ -120,6 +122,7 @@ class Freedom:
     of_data_rank: int = 1
     sequence_parallel: Mapping[int, bool] = field(default_factory=dict)
     loss_parallel: Mapping[int, bool] = field(default_factory=dict)
+    tensor_settings: tuple[tuple[bool, bool], ...] = ()
     experts: tuple[str, ...] = ()
     offload: tuple[int, ...] = (0,)
     stages_may_offload: bool = True
@@ -220,6 +223,7 @@ def freedom_of(
         reshard=reshard,
         sequence_parallel={size: cuts for size, (cuts, _) in tensor.items()},
         loss_parallel={size: cuts_loss for size, (_, cuts_loss) in tensor.items()},
+        tensor_settings=tuple(_tensor_settings(spec)),
         experts=experts.modules,
         rejected=tuple(rejected),
         micro=(spec.batch.micro,) if isinstance(spec.batch.micro, int) else (),
@@ -318,7 +322,7 @@ def less_sharded(spec: Spec, free: Freedom, refuses: Callable[[Spec], str]) -> I
         refuses: As in `freedom_of`.
     """
     sizes = [size for size in free.axes["tp"] if size > 1]
-    for cuts, cuts_loss in _tensor_settings(spec):
+    for cuts, cuts_loss in free.tensor_settings:
         allowed = [
             size
             for size in sizes
@@ -331,6 +335,7 @@ def less_sharded(spec: Spec, free: Freedom, refuses: Callable[[Spec], str]) -> I
             yield replace(
                 free,
                 axes={**free.axes, "tp": tuple(allowed)},
+                tensor_settings=((cuts, cuts_loss),),
                 sequence_parallel=dict(free.sequence_parallel) | dict.fromkeys(allowed, cuts),
                 loss_parallel=dict(free.loss_parallel) | dict.fromkeys(allowed, cuts_loss),
             )
