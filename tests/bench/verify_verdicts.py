@@ -146,7 +146,8 @@ def judge(cell: Cell, pools: dict[int, Pool]) -> Verdict:
         pool.close()  # Other ranks may wait in a collective.
         return Verdict(world=world, notes=(), unmatched=(), refusal=refusals[0])
     ranks = tuple(m for messages in told for m in messages if isinstance(m, RankReport))
-    found = next(m for m in told[0] if isinstance(m, dict))
+    found = dict(next(m for m in told[0] if isinstance(m, dict)))
+    assert found.pop("parts") == 1
     return Verdict(world=world, notes=(), unmatched=(), ranks=ranks, **found)
 
 
