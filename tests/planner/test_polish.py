@@ -71,7 +71,8 @@ def test_what_fits_by_its_moments_is_found(block: int) -> None:
 
         kinds = [SimpleNamespace(has_options=kind > 0) for kind in range(3)]
         chain = SimpleNamespace(kinds=kinds, backward_bytes=turns)
-        job = cast(Any, SimpleNamespace(chain=chain, capacity=capacity, measure=measure))
+        chains = {1: chain}
+        job = cast(Any, SimpleNamespace(chain_at=chains.get, capacity=capacity, measure=measure))
         found = SearchResult()
         refine(cast(PlanningProblem, job), numbers, found)
         rows = range(len(numbers.grid))
