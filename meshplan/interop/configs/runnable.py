@@ -1,4 +1,4 @@
-"""What a file of another tool says, and a plan may say, but no plan does when it runs."""
+"""Refusals of what another tool's file says, and a plan may state, but no plan can run."""
 
 from __future__ import annotations
 

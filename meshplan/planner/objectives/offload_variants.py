@@ -94,19 +94,37 @@ def fastest_that_fits(
         below_s: Seconds of a step that the plan has to be below. If none that fits is,
             `SearchResult.best` is None.
     """
-    # The search proves that nothing is faster than a candidate that fits, so give it one.
-    limit = Candidate(0, below_s, (), (), ())
+    known = _known_at(below_s)
     _, found = searched(
         problem,
         lambda table: _search(
             problem,
             table,
-            known=(limit, ReplayedMemory(fits=True)) if below_s < float("inf") else None,
+            known=known,
             deadline=deadline,
             is_stopped=problem.request.is_stopped,
         ),
     )
-    return replace(found, best=None, measured=None) if found.best is limit else found
+    return _without(known, found)
+
+
+_Known = tuple[Candidate, ReplayedMemory]
+
+
+def _known_at(below_s: float) -> _Known | None:
+    """Return a candidate that stands for these seconds; None if they are infinite.
+
+    A search proves that nothing is faster than a candidate that fits, so it is given one.
+    """
+    if below_s == float("inf"):
+        return None
+    return Candidate(0, below_s, (), (), ()), ReplayedMemory(fits=True)
+
+
+def _without(known: _Known | None, found: SearchResult) -> SearchResult:
+    """Return a result without a best plan if its best is the candidate of `_known_at`."""
+    is_it = known is not None and found.best is known[0]
+    return replace(found, best=None, measured=None) if is_it else found
 
 
 def fastest_of_all(
@@ -190,16 +208,16 @@ class FastestAmong:
         self.found = _merged(found, self._run(among))
 
     def _run(self, among: NDArray[np.bool_]) -> SearchResult:
-        limit = Candidate(0, self._below_s, (), (), ())
+        known = _known_at(self._below_s)
         found = _search(
             self._problem,
             self._problem.table,
             among=among,
-            known=(limit, ReplayedMemory(fits=True)) if self._below_s < float("inf") else None,
+            known=known,
             deadline=self._deadline,
             is_stopped=self._is_stopped,
         )
-        return replace(found, best=None, measured=None) if found.best is limit else found
+        return _without(known, found)
 
 
 def _search(problem: PlanningProblem, table: CostTable, **more: Any) -> SearchResult:
