@@ -188,9 +188,19 @@ def test_settings_of_tp_that_are_stated_or_refused_are_not_searched(tmp_path: Pa
 def test_a_search_of_less_sharding_that_is_stopped_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By the time limit, or by the user: then it is not said that time was up."""
     job = job_of(tmp_path)
     stopped = replace(SearchResult(), is_whole=False, lower_s=0.0)
-    monkeypatch.setattr(fastest, "fastest_that_fits", lambda *_, **__: stopped)
-    found = decide(job.request)
-    assert found.gap == 1.0
-    assert not found.is_whole
+    pressed: list[bool] = []
+
+    def search(*_: Any, **__: Any) -> SearchResult:
+        pressed.append(is_pressed)
+        return stopped
+
+    monkeypatch.setattr(fastest, "fastest_that_fits", search)
+    for is_pressed in (False, True):
+        pressed.clear()
+        found = decide(replace(job.request, is_stopped=lambda: any(pressed)))
+        assert found.gap == 1.0
+        assert not found.is_whole
+        assert found.is_interrupted is is_pressed

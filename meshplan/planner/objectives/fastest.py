@@ -78,7 +78,10 @@ def fastest_of(
                 decision = better
         gap = max(decision.gap, 1 - found.lower_s / decision.best_s)
         whole = decision.is_whole and found.is_whole
-        decision = replace(decision, num_configs=count, gap=gap, is_whole=whole)
+        is_interrupted = decision.is_interrupted or problem.request.is_stopped()
+        decision = replace(
+            decision, num_configs=count, gap=gap, is_whole=whole, is_interrupted=is_interrupted
+        )
     return with_other_layouts(problem, decision) if problem.request.other_layouts else decision
 
 
