@@ -46,6 +46,14 @@ def has_another() -> bool:
     )
 
 
+def is_interrupted() -> bool:
+    """Return True if Ctrl-C was pressed since this process was forked as a copy.
+
+    A copy blocks SIGINT, so the signal stays pending. False in the original.
+    """
+    return signal.SIGINT in signal.sigpending()
+
+
 def each(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
     """Return the list of `work(piece)` for each piece, in the order of `pieces`.
 

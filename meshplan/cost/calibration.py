@@ -298,6 +298,7 @@ _FIGURES: Final[Mapping[str, _Figure]] = {
     "contention": _between(0, 10, "a factor"),
     "contention_alone": _between(0, 10, "a factor", or_none=True),
     "tp_exposed": _between(0, 1, "a share"),
+    "congestion": _between(0, 10, "a share"),
     "reduce_scatter_factor": _between(0.01, 100, "a factor"),
     "num_nodes": _between(1, 1e6, "a number of nodes"),
     "ranks_per_node": _between(1, 1e6, "a number of ranks"),

@@ -3,7 +3,8 @@
 A group has the same number of ranks on each node, and its traffic between nodes uses the network
 links of all these ranks. So the bandwidth of a ring is the lower of two: that of a link within a
 node, and the sum over the network links of the group's ranks on one node. Each further rank is a
-further hop. An all-reduce may use a tree instead of a ring; an all-gather may not.
+further hop. An all-reduce may use a tree instead of a ring; an all-gather may not. All groups of a
+job share the switches between nodes, so links are the slower, the more nodes the job has.
 
 Source: Thakur et al. 2005 (collective communication in MPICH), sections 4.1 and 4.5; nccl-tests,
 doc/PERFORMANCE.md, for bus bandwidth; NCCL 2.27, tuning.cc: 51, 99, 195 and 387 GB/s for 1, 2, 4
@@ -31,23 +32,45 @@ class CollectiveGroup:
         ranks: Number of ranks in the group, [configurations].
         per_node: Ranks of the group on one node, [configurations].
         nodes: Nodes on which the group has ranks, [configurations].
+        job_nodes: Nodes of the whole job, [configurations].
     """
 
     ranks: Array
     per_node: Array
     nodes: Array
+    job_nodes: Array
 
 
-def group(ranks: Array, stride: Array, gpus_per_node: int) -> CollectiveGroup:
+def group(
+    ranks: Array, stride: Array, gpus_per_node: int, job_nodes: Array | float = 1.0
+) -> CollectiveGroup:
     """Return the groups whose ranks have global numbers `stride` apart.
 
     Args:
         ranks: Number of ranks in the group, [configurations].
         stride: Product of the sizes of the mesh axes inside of the group's, [configurations].
         gpus_per_node: Devices of one node.
+        job_nodes: Nodes of the whole job, [configurations].
     """
     per_node = np.minimum(ranks, _room(stride, gpus_per_node))
-    return CollectiveGroup(ranks, per_node, np.ceil(ranks / per_node))
+    return CollectiveGroup(
+        ranks, per_node, np.ceil(ranks / per_node), np.broadcast_to(job_nodes, ranks.shape)
+    )
+
+
+def job_nodes_of(grid: Array, order: Sequence[str], gpus_per_node: int) -> Array:
+    """Return the nodes of the job, [configurations].
+
+    Args:
+        grid: Configurations of `grid.GRID`.
+        order: The axes of the mesh, outermost first.
+        gpus_per_node: Devices of one node.
+    """
+    ranks = np.ones(len(grid))
+    for axis in order:
+        if axis != "ep":  # Its ranks are borrowed: they count in the axis that lends them.
+            ranks = ranks * grid[axis]
+    return np.asarray(np.ceil(ranks / gpus_per_node))
 
 
 def _room(stride: Array, gpus_per_node: int) -> Array:
@@ -96,12 +119,28 @@ def group_along(
             length = np.where(ends, 1.0, length)
         inner = inner * size
     per_node = per_node * np.minimum(length, _room(stride, gpus_per_node))
-    return CollectiveGroup(ranks * length, per_node, np.ceil(ranks * length / per_node))
+    return CollectiveGroup(
+        ranks * length,
+        per_node,
+        np.ceil(ranks * length / per_node),
+        job_nodes_of(grid, order, gpus_per_node),
+    )
+
+
+def inter_bandwidth(job_nodes: Array, profile: Profile) -> Array:
+    """Return the bytes per second that a device sends to other nodes while all of a job do.
+
+    Args:
+        job_nodes: Nodes of the whole job, [configurations].
+        profile: Constants of the device and its links.
+    """
+    slower = 1 + profile.congestion * np.log2(job_nodes)
+    return np.asarray(profile.inter_bytes_per_s / slower)
 
 
 def _bandwidth(of: CollectiveGroup, profile: Profile) -> Array:
     """Return the bytes per second of a ring over the group."""
-    links = of.per_node * profile.inter_bytes_per_s
+    links = of.per_node * inter_bandwidth(of.job_nodes, profile)
     outside = np.minimum(profile.intra_bytes_per_s, links)
     return np.where(of.nodes > 1, outside, profile.intra_bytes_per_s)
 
@@ -156,19 +195,22 @@ def all_to_all(
         count: Number of collectives.
     """
     within = num_bytes * (of.per_node - 1) / of.ranks / profile.intra_bytes_per_s
-    out = num_bytes * (of.ranks - of.per_node) / of.ranks / profile.inter_bytes_per_s
+    out = num_bytes * (of.ranks - of.per_node) / of.ranks / inter_bandwidth(of.job_nodes, profile)
     latency = np.where(of.nodes > 1, profile.inter_latency_s, profile.intra_latency_s)
     return np.where(of.ranks > 1, count * latency + np.maximum(within, out), 0.0)
 
 
-def send(num_bytes: Array, crosses: Array | bool, profile: Profile) -> Array:
+def send(
+    num_bytes: Array, crosses: Array | bool, profile: Profile, job_nodes: Array | float = 1.0
+) -> Array:
     """Return the seconds of a send from one rank to another.
 
     Args:
         num_bytes: Bytes that are sent.
         crosses: True where the two ranks are on different nodes.
         profile: Constants of the device and its links.
+        job_nodes: Nodes of the whole job.
     """
     inside = profile.intra_latency_s + num_bytes / profile.intra_bytes_per_s
-    out = profile.inter_latency_s + num_bytes / profile.inter_bytes_per_s
+    out = profile.inter_latency_s + num_bytes / inter_bandwidth(np.asarray(job_nodes), profile)
     return np.where(crosses, out, inside)

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from meshplan.cost.collectives import send, stride_of
+from meshplan.cost.collectives import job_nodes_of, send, stride_of
 from meshplan.cost.grid import SCHEDULE_WORDS, Array, in_halves
 from meshplan.cost.profile import Profile
 from meshplan.layout.mesh import AXES
@@ -45,7 +45,10 @@ def crossing_seconds(
     nodes = np.ceil(pp * inner / gpus_per_node)
     # Fraction of the boundaries between stages that are also boundaries between nodes.
     far = np.where(inner < gpus_per_node, np.minimum(nodes - 1, cuts), cuts) / cuts
-    outside, inside = (send(samples * num_bytes, crosses, profile) for crosses in (True, False))
+    job = job_nodes_of(grid, order, gpus_per_node)
+    outside, inside = (
+        send(samples * num_bytes, crosses, profile, job) for crosses in (True, False)
+    )
     each = far * outside + (1 - far) * inside + profile.crossing_s
     return np.where(pp > 1, each, 0.0)
 

@@ -50,8 +50,8 @@ class Profile:
         collective_s: Seconds that the host process takes for each tp collective.
         collective_rank_s: Further seconds that the host process takes for each tp collective, per
             rank of tp, if the plan has a pipeline that crosses nodes.
-        collective_node_s: Seconds on the device that each tp collective takes, per node except the
-            first.
+        collective_node_s: Seconds on the device that each tp collective takes, per doubling of the
+            nodes that its group is on.
         memory_bytes_per_s: Memory bandwidth that elementwise kernels reach.
         intra_bytes_per_s, inter_bytes_per_s: Bandwidth that collectives reach, per device, within a
             node and between nodes.
@@ -64,6 +64,8 @@ class Profile:
         optimizer_bytes: Bytes that an optimizer step reads and writes per byte of a parameter.
         tp_exposed: Share of tp communication that nothing hides.
         crossing_s: Seconds to send a tensor of any size to the next pipeline stage.
+        congestion: Share by which sending a byte between nodes takes longer, per doubling of the
+            nodes of the job, whose groups share the switches between them.
         host_bytes_per_s: Memory bandwidth that elementwise kernels reach on the processors of one
             node together.
         reduce_scatter_factor: Seconds of a reduce-scatter of large tensors, relative to an
@@ -102,6 +104,7 @@ class Profile:
     optimizer_bytes: float
     tp_exposed: float = 1.0
     crossing_s: float = 0.0
+    congestion: float = 0.0
     contention_alone: float | None = None
     host_bytes_per_s: float = HOST_BYTES_PER_S
     reduce_scatter_factor: float = 1.0
@@ -144,6 +147,7 @@ GENERIC: Final[Mapping[str, float]] = MappingProxyType(
         "optimizer_bytes": 21.0,
         "tp_exposed": 1.0,
         "crossing_s": 0.0,
+        "congestion": 0.0,
     }
 )
 """Shares of the speeds on a datasheet, and constants not stated there. [Empirical]: typical of the
@@ -300,6 +304,7 @@ def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, An
         optimizer_bytes=constants["optimizer_bytes"],
         tp_exposed=constants["tp_exposed"],
         crossing_s=constants["crossing_s"],
+        congestion=constants["congestion"],
         contention_alone=constants.get("contention_alone"),
         gathers_once=facts.get("gathers_once", False),
         sources=sources,

@@ -175,7 +175,7 @@ class Rows:
 
     def _across(self) -> Array:
         """Return the seconds that crossing nodes adds to one tp collective of any size."""
-        return np.asarray((self.along_tp.nodes - 1) * self.profile.collective_node_s)
+        return np.asarray(np.log2(self.along_tp.nodes) * self.profile.collective_node_s)
 
     def sent(self, sent: Sent) -> Array:
         """Return the seconds of the communication inside a microbatch, which nothing hides."""
@@ -273,7 +273,8 @@ class Rows:
         """
         inner = "cp" if (self.grid["cp"] > 1).any() else "dp_shard"
         stride = stride_of(self.grid, inner, self._order)
-        near = group(np.full_like(self.samples, ranks), stride, self._per_node)
+        nodes = self.along_shards.job_nodes
+        near = group(np.full_like(self.samples, ranks), stride, self._per_node, nodes)
         num_bytes = self._unit_numel(kind)[0] * self.widths.compute
         farther = all_gather(num_bytes, self.along_shards, self.profile)
         return gathered - farther + all_gather(num_bytes, near, self.profile)

@@ -57,6 +57,7 @@ BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
     "contention_alone": (0.0, 1.0),
     "tp_exposed": (0.1, 1.0),
     "crossing_s": (0.0, 2e-2),
+    "congestion": (0.0, 1.0),
 }
 """What a device can do: no share above its datasheet's, no hop faster than light's electronics."""
 
@@ -124,7 +125,7 @@ def free_constants(cases: Sequence[Run]) -> list[str]:
     if any((case.grid["tp"] > case.cluster.gpus_per_node).any() for case in cases):
         names.append("collective_node_s")
     if nodes > 1:
-        names += ["inter_share", "inter_latency_s"]
+        names += ["inter_share", "inter_latency_s", "congestion"]
     if (grids["pp"] > 1).any() and len(cases) > 40:
         names += ["crossing_s", "collective_rank_s"]
     if any(_is_alone(case) for case in cases) and len(cases) > 40:

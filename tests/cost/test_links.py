@@ -1,7 +1,8 @@
 """Seconds of what is sent: on which nodes ranks lie, and by which links they reach each other.
 
 Which seeded bug would this catch? A ring that is as fast as a node's links where it leaves the
-node; a tree where there is none; a cut between stages that crosses nodes, and is charged as none.
+node; a tree where there is none; a cut between stages that crosses nodes, and is charged as none;
+a network that is as fast with many nodes as with few, or slower by the nodes of a group alone.
 """
 
 from __future__ import annotations
@@ -115,3 +116,34 @@ def test_stages_that_are_not_outermost_stay_inside_their_nodes():
     grid = row(pp=4, dp_shard=4, micro=2)
     order = order_of({"dp_shard": 4, "pp": 4})
     assert crossing_seconds(grid, 1e9, COUNTING, 8, order)[0] == 2e9  # A second for each byte.
+
+
+def test_links_between_nodes_are_slower_in_larger_jobs():
+    """A group on two of sixteen nodes shares the switches with the seven beside it."""
+    quiet = replace(REAL, intra_latency_s=0.0, inter_latency_s=0.0)
+    shared = replace(quiet, congestion=0.1)
+    small, large = row(dp_shard=2, tp=8), row(dp_shard=16, tp=8)
+    size = np.array([1e9])
+    for grid, slower in ((small, 1.1), (large, 1.4)):
+        order = order_of({"dp_shard": 1, "tp": 1})
+        across = group_along(grid, ("dp_shard",), order, 8)
+        for collective in (all_gather, all_reduce, all_to_all):
+            free, told = (collective(size, across, p)[0] for p in (quiet, shared))
+            assert told == pytest.approx(slower * free)
+        within = group_along(grid, ("tp",), order, 8)
+        assert all_gather(size, within, shared) == all_gather(size, within, quiet)
+    stages = [row(pp=2, tp=8, dp_shard=data, micro=2) for data in (1, 8)]
+    free, told = (
+        [crossing_seconds(grid, 1e9, p, 8)[0] for grid in stages] for p in (quiet, shared)
+    )
+    assert told == pytest.approx([1.1 * free[0], 1.4 * free[1]])
+
+
+def test_parameters_gathered_from_neighbours_share_the_switches_too():
+    """With two GPUs a node, four neighbours are on two of the job's sixteen nodes."""
+    shared = replace(COUNTING, inter_bytes_per_s=1.0, congestion=0.1)
+    job_nodes = group_along(row(dp_shard=32), ("dp_shard",), AXES, 2).job_nodes
+    assert job_nodes.tolist() == [16]
+    near = group(np.array([4.0]), np.array([1.0]), 2, job_nodes)
+    free = all_gather(np.array([8.0]), near, replace(shared, congestion=0.0))[0]
+    assert all_gather(np.array([8.0]), near, shared)[0] == pytest.approx(1.4 * free)

@@ -325,6 +325,10 @@ def test_a_collective_that_leaves_its_node_takes_longer_whatever_it_sends():
         )
         assert near[0] == near[1]
         assert apart[1] == pytest.approx(apart[0] + 2 * 1e-3)
+    # Twice that on four nodes: the seconds are of each doubling.
+    chain = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=2, tp=4).kinds[1]
+    quick, slow = (terms(row(tp=4), chain, p, 1, BF16).forward_s[0, 0] for p in (plain, far))
+    assert slow == pytest.approx(quick + 2 * 2e-3)
     assert without(far, network=True).collective_node_s == 0
     # And in the process, where a pipeline makes it wait for each of them.
     waits = replace(far, collective_rank_s=1.0)

@@ -19,7 +19,12 @@ from meshplan.cli.app import main
 from meshplan.layout.mesh import AXES
 from meshplan.planner.answers.difference import side_of
 from meshplan.planner.objectives.fastest import fastest_of
-from meshplan.planner.objectives.layouts import KINDS, kinds_of, with_other_layouts
+from meshplan.planner.objectives.layouts import (
+    KINDS,
+    decide_beside_others,
+    kinds_of,
+    with_other_layouts,
+)
 from meshplan.planner.solve.search import TOLERANCE
 from meshplan.render.plans.plan import decision_to_json, decision_to_text
 from tests.planner.test_planner import LARGE, LLAMA, PLAN, job, job_of
@@ -143,6 +148,27 @@ def test_the_search_itself_is_the_same(job):
     assert one.rejected == two.rejected
     assert one.num_configs == two.num_configs
     assert [e.stated for e in one.alternatives] == [e.stated for e in two.alternatives]
+
+
+def test_kinds_of_the_fastest_plan_are_searched_once_a_simpler_one_is_chosen(job):
+    """The others are searched beside the choice, before it is known which plan is chosen."""
+    path = job()
+    problem = job_of(path)
+    decision = fastest_of(problem)
+    with_tp = of_kind(with_other_layouts(problem, decision), "tp").evaluated
+    found = decide_beside_others(problem, with_tp, 1.0, lambda: decision)
+    assert {each.kind for each in found.other_layouts} == {"tp", "pp", "hybrid"}
+    assert of_kind(found, "tp").evaluated.seconds == pytest.approx(with_tp.seconds)
+    assert found == with_other_layouts(problem, decision)
+    stopped = replace(decision, is_whole=False)
+    found = decide_beside_others(problem, with_tp, 1.0, lambda: stopped)
+    assert [each.kind for each in found.other_layouts if not each.is_whole] == ["tp"]
+    assert (
+        decide_beside_others(
+            problem, with_tp, 1.0, lambda: replace(decision, chosen=None)
+        ).other_layouts
+        == ()
+    )
 
 
 def test_a_stopped_search_is_no_proof(job):

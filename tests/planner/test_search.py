@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from meshplan.cost.grid import SCHEDULE_WORDS
-from meshplan.planner.problem.excess import least_over
+from meshplan.planner.problem.excess import LastExcess, least_over
 from meshplan.planner.solve.config import Candidate, ConfigSolver, config_bound, solve_config
 from meshplan.planner.solve.result import Guess, ReplayedMemory
 from meshplan.planner.solve.search import search
@@ -640,3 +640,14 @@ def test_no_more_bounds_are_asked_for_than_the_answer_needs(monkeypatch):
     assert found.best is not None
     assert found.best.row == 59
     assert len(bounded) < 10
+
+
+def test_ranks_that_did_not_fit_are_guessed_to_need_the_most_next_time():
+    candidate = Candidate(3, 1.0, (0, 1, 2, 3), (), (50.0, 60.0, 40.0))
+    last = LastExcess()
+    assert last.guess(candidate) == [50.0, 60.0, 40.0]
+    last.note(3, {2: 30.0})
+    last.note(4, {0: 99.0})  # Of another configuration.
+    assert last.guess(candidate) == [80.0, 90.0, 70.0]  # As if all were like the one known.
+    last.note(3, {0: 5.0, 1: 1.0})
+    assert last.guess(candidate) == [55.0, 61.0, 70.0]

@@ -16,13 +16,13 @@ import numpy as np
 from meshplan.cost.profile import without
 from meshplan.garbage import collecting_rarely
 from meshplan.layout.mesh import AXES
-from meshplan.planner.objectives.layouts import with_other_layouts
+from meshplan.planner.objectives.layouts import decide_beside_others, with_other_layouts
 from meshplan.planner.objectives.offload_variants import fastest_that_fits, searched
 from meshplan.planner.objectives.refine import refine
 from meshplan.planner.objectives.robust import RobustChoice
 from meshplan.planner.objectives.search_plans import search_plans
 from meshplan.planner.objectives.simplify import SLACK, Simplifier
-from meshplan.planner.problem.decision import Bound, Decision, Ladder, PlanRequest
+from meshplan.planner.problem.decision import Bound, Decision, Evaluated, Ladder, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate
 from meshplan.planner.solve.deadline import Deadline
@@ -67,13 +67,37 @@ def fastest_of(
     """
     limit = problem.request.time_limit_s
     deadline = None if limit is None else Deadline.after(limit)
-    decision = _fastest_in(problem, deadline, report)
+    began = time.monotonic()
+    report(grid_line(problem))
+    table, found = _searched(problem, deadline, report)
+
+    def decide() -> Decision:
+        decision = _decided(problem, table, found, deadline, report, began)
+        return _or_less_sharded(problem, decision, deadline, report)
+
+    fastest = found.measured.result if found.measured is not None else None
+    if not (problem.request.other_layouts and found.is_whole and isinstance(fastest, Evaluated)):
+        decision = decide()
+        wants_others = problem.request.other_layouts
+        return with_other_layouts(problem, decision) if wants_others else decision
+    return decide_beside_others(problem, fastest, time.monotonic() - began, decide)
+
+
+def _or_less_sharded(
+    problem: PlanningProblem,
+    decision: Decision,
+    deadline: Deadline | None,
+    report: Callable[[str], None],
+) -> Decision:
+    """Return a decision, or the one on a problem of `less_sharded` that has a faster plan."""
     spaces = problem.less_sharded if decision.chosen is not None and decision.is_whole else ()
     for other in spaces:
         found = fastest_that_fits(other, deadline, below_s=decision.best_s)
         count = decision.num_configs + other.num_configs
         if found.best is not None:
-            better = _fastest_in(other, deadline, report)
+            began = time.monotonic()
+            report(grid_line(other))
+            better = _decided(other, *_searched(other, deadline, report), deadline, report, began)
             if better.chosen is not None and better.best_s < decision.best_s:
                 decision = better
         gap = max(decision.gap, 1 - found.lower_s / decision.best_s)
@@ -82,28 +106,51 @@ def fastest_of(
         decision = replace(
             decision, num_configs=count, gap=gap, is_whole=whole, is_interrupted=is_interrupted
         )
-    return with_other_layouts(problem, decision) if problem.request.other_layouts else decision
+    return decision
 
 
-def _fastest_in(
+def _searched(
     problem: PlanningProblem, deadline: Deadline | None, report: Callable[[str], None]
-) -> Decision:
-    """Find the fastest plan of a problem, without those of `PlanningProblem.less_sharded`."""
-    began = time.monotonic()
-    report(grid_line(problem))
-    robustness = None
-    for _ in range(_MOST_CHOICES):
-        table, found = searched(
+) -> tuple[CostTable, SearchResult]:
+    """Search a problem, without those of `less_sharded`, and return its final table, too."""
+    return searched(
+        problem,
+        lambda table: search_plans(
             problem,
-            lambda table: search_plans(
-                problem,
-                table,
-                slack=SLACK,
-                deadline=deadline,
-                is_stopped=problem.request.is_stopped,
-                report=lambda better: report(_line(problem, better)),
-            ),
-        )
+            table,
+            slack=SLACK,
+            deadline=deadline,
+            is_stopped=problem.request.is_stopped,
+            report=lambda better: report(_line(problem, better)),
+        ),
+    )
+
+
+def _decided(
+    problem: PlanningProblem,
+    table: CostTable,
+    found: SearchResult,
+    deadline: Deadline | None,
+    report: Callable[[str], None],
+    began: float,
+) -> Decision:
+    """Choose the simplest plan from a search, and check it by a trace of the model.
+
+    Args:
+        problem: The problem. It is searched again if the trace of the chosen plan does not fit.
+        table: The cost table that was searched.
+        found: The result of the search.
+        deadline: The time limit; None for no limit.
+        report: Called with lines on the progress.
+        began: Value of `time.monotonic()` when the search began.
+    """
+    robustness = None
+    for number in range(_MOST_CHOICES):
+        if number:
+            report(
+                "a trace of the chosen plan needs more memory than was estimated: searching again"
+            )
+            table, found = _searched(problem, deadline, report)
         refine(problem, table, found, deadline)
         chosen, others = Simplifier(problem, table, found).choose()
         if chosen is None:
@@ -116,7 +163,6 @@ def _fastest_in(
         if (certified := problem.certified(chosen)) is not None:
             chosen = certified
             break
-        report("a trace of the chosen plan needs more memory than was estimated: searching again")
     else:
         chosen = None
     best = found.best

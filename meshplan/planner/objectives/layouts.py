@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from meshplan.plan.plan import Plan
 from meshplan.planner.objectives.offload_variants import FastestAmong
 from meshplan.planner.problem.decision import Decision, Evaluated, OtherLayout
 from meshplan.planner.problem.problem import PlanningProblem
-from meshplan.two_cores import each
+from meshplan.two_cores import each, is_interrupted
 
 _SHARE: Final = 0.3
 """Share of the processor time of the plan's own search that these searches may take together."""
@@ -86,17 +87,34 @@ def with_other_layouts(problem: PlanningProblem, decision: Decision) -> Decision
     """
     if decision.chosen is None:
         return decision
-    own = kinds_of(decision.chosen.plan)
-    kinds = [kind for kind in KINDS if kind not in own]
-    found = {kind: OtherLayout(kind=kind, why=_STOPPED, is_whole=False) for kind in kinds}
-    searches = _Searches(problem, decision)
-    if decision.is_whole:
-        # The fastest plan with tp and the one with pp often are the same, or nearly: one process
-        # searches both, and keeps what it replayed.
-        groups = [[kind for kind in some if kind in kinds] for some in _TOGETHER]
-        for answers in each(searches.all_of, [some for some in groups if some]):
-            found |= answers
-    return replace(decision, other_layouts=tuple(found.values()))
+    return _Searches(problem, decision.chosen, decision.search_s).added_to(decision, {})
+
+
+def decide_beside_others(
+    problem: PlanningProblem, fastest: Evaluated, search_s: float, decide: Callable[[], Decision]
+) -> Decision:
+    """Make the decision, search other kinds of layout at the same time, and add these to it.
+
+    Simplifying the fastest plan takes about as long as searching another kind, and neither waits
+    for the other.
+
+    Args:
+        problem: The problem, searched to its end.
+        fastest: The fastest plan found.
+        search_s: Seconds that the search took.
+        decide: Makes the decision on the problem from the search. It may choose another plan than
+            `fastest`.
+
+    Returns:
+        The decision with `other_layouts`, as `with_other_layouts` returns it.
+    """
+    searches, own = _Searches(problem, fastest, search_s), kinds_of(fastest.plan)
+    _ = problem.less_sharded  # Make the problems here, so that a copy of this process has them.
+    works: list[Callable[[], Any]] = [
+        decide, *searches.works([kind for kind in KINDS if kind not in own])
+    ]  # fmt: skip
+    decision, *answers = each(lambda work: work(), works)
+    return searches.added_to(decision, {k: v for some in answers for k, v in some.items()})
 
 
 class _Searches:
@@ -104,17 +122,48 @@ class _Searches:
 
     Args:
         problem: The problem that was searched.
-        decision: The decision on it.
+        best: The plan that was chosen, or the fastest one.
+        search_s: Seconds that the search of the problem took.
     """
 
-    def __init__(self, problem: PlanningProblem, decision: Decision) -> None:
+    def __init__(self, problem: PlanningProblem, best: Evaluated, search_s: float) -> None:
         self._problem, limit_s = problem, problem.request.time_limit_s
         self._deadline = None
         if limit_s is not None:
-            self._deadline = time.monotonic() + max(0.0, limit_s - decision.search_s)
-        self._left_s = max(_LEAST_S, _SHARE * decision.search_s)
-        chosen = decision.chosen
-        self._has_offload = chosen is not None and chosen.stated.get("offload", "none") != "none"
+            self._deadline = time.monotonic() + max(0.0, limit_s - search_s)
+        self._left_s = max(_LEAST_S, _SHARE * search_s)
+        self._has_offload = best.stated.get("offload", "none") != "none"
+
+    def works(self, kinds: Sequence[str]) -> list[Callable[[], dict[str, OtherLayout]]]:
+        """Return functions that search some kinds, each together with those it shares plans with.
+
+        The fastest plan with tp and the one with pp often are the same, or nearly: one process
+        searches both, and keeps what it replayed.
+
+        Args:
+            kinds: The kinds, keys of `KINDS`.
+        """
+        groups = ([kind for kind in some if kind in kinds] for some in _TOGETHER)
+        return [partial(self.all_of, some) for some in groups if some]
+
+    def added_to(self, decision: Decision, known: Mapping[str, OtherLayout]) -> Decision:
+        """Return a decision with the fastest plan of each kind that the chosen plan is not of.
+
+        Args:
+            decision: The decision.
+            known: Answers by kind; those that lack are searched, if the search of the decision came
+                to its end.
+        """
+        if decision.chosen is None:
+            return decision
+        own = kinds_of(decision.chosen.plan)
+        stopped = {kind: OtherLayout(kind=kind, why=_STOPPED, is_whole=False) for kind in KINDS}
+        found = {kind: known.get(kind, other) for kind, other in stopped.items() if kind not in own}
+        if decision.is_whole:
+            works = self.works([kind for kind in found if kind not in known])
+            for answers in each(lambda work: work(), works):
+                found |= answers
+        return replace(decision, other_layouts=tuple(found.values()))
 
     def all_of(self, kinds: Sequence[str]) -> dict[str, OtherLayout]:
         """Search the fastest plan of each of several kinds.
@@ -164,7 +213,7 @@ class _Searches:
             # Reading the processor's time is slow, and it is less than the time that passed.
             late = time.monotonic() - began_wall_s > self._left_s
             late = late and time.process_time() - began_s > self._left_s
-            return late or self._problem.request.is_stopped()
+            return late or is_interrupted() or self._problem.request.is_stopped()
 
         yield FastestAmong(
             problem, KINDS[kind], deadline=self._deadline, is_stopped=is_stopped, below_s=below_s

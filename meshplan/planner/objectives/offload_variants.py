@@ -416,7 +416,7 @@ def _extra_seconds(
     """Return [configs] extra seconds per microbatch, of all blocks together, with offload."""
     chain, profile = problem.chain_at(*cut), problem.profile
     per_node = problem.request.cluster.gpus_per_node
-    widths = widths_of(problem.spec.precision, problem.dtype)
+    widths = widths_of(problem.spec.precision, problem.trial.graph.dtype)
     out = np.zeros(len(grid))
     for number, many in zip(*np.unique(chain.order, return_counts=True), strict=True):
         kind = chain.kinds[number]

@@ -65,11 +65,12 @@ COMMUNICATION: Final[Mapping[str, str]] = MappingProxyType(
         "pcie_bytes_per_s": "bandwidth to the host",
         "collective_s": "host seconds of a tp collective",
         "collective_rank_s": "host seconds of a tp collective per rank",
-        "collective_node_s": "seconds of a tp collective per node",
+        "collective_node_s": "seconds of a tp collective per doubling of nodes",
         "contention": "contention of hidden communication",
         "contention_alone": "contention of DDP alone on its nodes",
         "tp_exposed": "exposed share of tp communication",
         "crossing_s": "seconds between stages",
+        "congestion": "slowdown between nodes per doubling of nodes",
         "reduce_scatter_factor": "seconds of a reduce-scatter",
     }
 )

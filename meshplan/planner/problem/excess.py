@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -41,6 +41,30 @@ def excess_of(
         if group.fits is False:
             over.add(place)
     return excess, tuple(sorted(over))
+
+
+class LastExcess:
+    """The excess bytes that replays found last on each rank of a configuration.
+
+    Candidates of one configuration differ in few blocks, so the rank that did not fit last time
+    probably does not fit the next time either.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, dict[int, float]] = {}
+
+    def note(self, row: int, excess: Mapping[int, float]) -> None:
+        """Take the excess bytes by rank that a replay of a candidate of `grid[row]` found."""
+        self._known.setdefault(row, {}).update(excess)
+
+    def guess(self, candidate: Candidate) -> list[float]:
+        """Return a guess of the bytes that each rank of a candidate needs, up to a constant.
+
+        A rank that was not replayed yet is guessed to exceed its linear bytes like the worst one.
+        """
+        known = self._known.get(candidate.row, {})
+        most = max(known.values(), default=0.0)
+        return [linear + known.get(n, most) for n, linear in enumerate(candidate.linear_bytes)]
 
 
 def rank_keys(candidate: Candidate, allocator: str) -> list[Hashable]:

@@ -29,6 +29,7 @@ from meshplan.planner.problem.decision import Evaluated, PlanRequest
 from meshplan.planner.problem.excess import (
     ROUNDING_BYTES,
     SHARES,
+    LastExcess,
     excess_of,
     least_over,
     rank_keys,
@@ -95,6 +96,7 @@ class PlanningProblem:
         self.measured: list[Evaluated] = []
         self._known: dict[tuple[object, ...], ReplayedMemory] = {}
         self._ranks: dict[Hashable, AnalyticRank] = {}
+        self._excess = LastExcess()
         self._over: set[str] = set()
         self.is_widened, self._num_configs = False, 0
         self.allow(request.limit_bytes)
@@ -171,11 +173,6 @@ class PlanningProblem:
         """A plan of the model with only a few blocks, on one device."""
         return make_plan(with_axes(self.spec, {"dp_shard": 1}), self._few)
 
-    @cached_property
-    def dtype(self) -> str:
-        """The dtype of the model's first parameter."""
-        return self.trial.graph.dtype
-
     def chain_at(
         self, tp: int, ep: int = 1, loss_chunks: int | None = None, stage_samples: int = 0
     ) -> Chain:
@@ -241,7 +238,7 @@ class PlanningProblem:
             profile=profile,
             gpus_per_node=self.request.cluster.gpus_per_node,
             precision=self.spec.precision,
-            dtype=self.dtype,
+            dtype=self.trial.graph.dtype,
             sizes=element_bytes_of(self.trial),
             recompute=self.free.recompute,
             reshard=self.free.reshard,
@@ -271,7 +268,7 @@ class PlanningProblem:
     @cached_property
     def profile(self) -> Profile:
         """Speeds of the machine: measured ones, or those of its device and the code that runs."""
-        measured, dtype = self.request.profile, self.spec.precision.param or self.dtype
+        measured, dtype = self.request.profile, self.spec.precision.param or self.trial.graph.dtype
         cluster = self.request.cluster
         try:
             return profile_of_plan(self.spec, self._graph, cluster, dtype, measured)
@@ -345,6 +342,7 @@ class PlanningProblem:
             if one is None:
                 one = self._measure(table, candidate, allocator, shared, to_the_end)
                 self._known[*key, to_the_end] = one
+                self._excess.note(candidate.row, one.excess)
             found.append(one)
             if one.fits:
                 return one
@@ -421,7 +419,7 @@ class PlanningProblem:
             limit_bytes=self.request.limit_bytes,
             stop_above_bytes=most,
             try_expandable=False,
-            stage_guess_bytes=candidate.linear_bytes,
+            stage_guess_bytes=self._excess.guess(candidate),
             logs=shared[0],
             known=KnownRanks(self._ranks, rank_keys(candidate, plan.spec.allocator)),
         )
