@@ -5,6 +5,7 @@ Import it in a job only: it imports Lightning.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -26,18 +27,28 @@ ROWS: Final = 16
 PER_STEP: Final = 8
 
 
+class Scaled(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.full((), 1.0 + number))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x * self.factor)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(8, 8, bias=False)
         self.layers = nn.ModuleList(
-            [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(2)]
+            [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), Scaled(n)) for n in range(2)]
         )
         self.head = nn.Linear(8, 8, bias=False)
         self.head.weight = self.embed.weight
+        self.register_buffer("offset", torch.full((8,), 0.25))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
+        x = self.embed(x + self.offset)
         for layer in self.layers:
             x = x + layer(x)
         return self.head(x)
@@ -134,18 +145,73 @@ class Own(Outer):
     def _build(self) -> None:
         made = Net()
         self.embed, self.layers, self.head = made.embed, made.layers, made.head
+        self.register_buffer("offset", made.offset)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Net.forward(self, x)  # type: ignore[arg-type]
 
 
-def _fit(kind: type, groups: Callable[[Any, Any], Any], ranks: int) -> dict[str, torch.Tensor]:
+class Watched(L.Callback):
+    """Notes norms of weights and gradients as hooks of LightningModules log them, and buffers."""
+
+    def __init__(self) -> None:
+        self.norms: dict[str, list[float]] = {}
+        self.buffers: dict[str, float] = {}
+        self.kinds: set[str] = set()
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        for name, each in module.named_modules():
+            for leaf, parameter in each.named_parameters(recurse=False):
+                self._note(f"gradient of {name}.{leaf}", parameter.grad)
+            if isinstance(each, nn.Linear):
+                self._note(f"linear {name}", each.weight)
+        self.kinds |= {type(each).__name__ for each in module.modules()}
+        found = list(module.named_buffers())
+        assert len(dict(found)) == len(found)
+        self.buffers |= {_plain(name): float(each.sum()) for name, each in found}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *unused: Any) -> None:
+        for name, parameter in module.named_parameters():
+            self._note(name, parameter)
+
+    def _note(self, name: str, tensor: torch.Tensor) -> None:
+        norm = tensor.detach().norm()
+        whole = getattr(norm, "full_tensor", lambda: norm)()
+        self.norms.setdefault(_plain(name), []).append(float(whole))
+
+
+def _plain(name: str) -> str:
+    """Return a name without the part that tells the copy of a second stage."""
+    return re.sub("@stage[0-9]+", "", name)
+
+
+def watched_alone() -> list[tuple[Any, ...]]:
+    """Note in one process, with Lightning alone."""
+    return [_watch(kind, 1) for kind in (Outer, Own)]
+
+
+def watched() -> list[tuple[Any, ...]]:
+    """Note on the ranks of a pool under a pipeline."""
+    with launched():
+        return [_watch(kind, 2) for kind in (Outer, Own)]
+
+
+def _watch(kind: type, ranks: int) -> tuple[Any, ...]:
+    seen = Watched()
+    _fit(kind, by_layers, ranks, seen)
+    return seen.norms, seen.buffers, seen.kinds
+
+
+def _fit(
+    kind: type, groups: Callable[[Any, Any], Any], ranks: int, *callbacks: Any
+) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     module = kind(groups)
     trainer = L.Trainer(
         accelerator="cpu", devices=1 if ranks == 1 else 4, max_epochs=2, logger=False,
         strategy=MeshplanStrategy(dict(PLAN)) if ranks > 1 else "auto", enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False, use_distributed_sampler=False,
+        callbacks=list(callbacks),
     )  # fmt: skip
     rows = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     index = torch.distributed.get_rank() % ranks if ranks > 1 else 0

@@ -3,7 +3,8 @@
 Which seeded bug would this catch? Groups that lack the parameters of modules that are walked, a
 group of another rank's stage that moves the learning rates of the others, states that an optimizer
 has from the beginning of parameters without values, parameters that stay trained although
-`configure_optimizers` freezes them, and workers that are seeded by the rank among all ranks.
+`configure_optimizers` freezes them, hooks that see no modules of a stage or those of other stages,
+whose weights are NaN, and workers that are seeded by the rank among all ranks.
 """
 
 from __future__ import annotations
@@ -50,6 +51,36 @@ def test_an_optimizer_with_references_of_its_own_is_refused(pool):
     for found in pool(4).run(refused, timeout=240):
         assert "ApplyError" in found
         assert "Remembering keeps states or references of its own to the parameters" in found
+
+
+def watched(*args):
+    return jobs().watched(*args)
+
+
+def watched_alone(*args):
+    return jobs().watched_alone(*args)
+
+
+def test_hooks_see_the_modules_of_the_stages(pool):
+    """Each rank has those of its stages and no others: together, those of one process."""
+    (expected,) = pool(1).run(watched_alone, timeout=240)
+    ranks = pool(4).run(watched, timeout=240)
+    for case, (norms, buffers, kinds) in enumerate(expected):
+        found_norms, found_buffers, found_kinds = {}, {}, set()
+        for rank in ranks:
+            own_norms, own_buffers, own_kinds = rank[case]
+            assert own_norms.keys() < norms.keys()
+            for name, values in own_norms.items():
+                # Where a rank has two copies of a tied weight, it has a norm of each.
+                copies = len(values) // len(norms[name])
+                expected_norms = [each for each in norms[name] for _ in range(copies)]
+                assert values == pytest.approx(expected_norms, rel=1e-9), (case, name)
+            found_norms |= own_norms
+            found_buffers |= own_buffers
+            found_kinds |= own_kinds
+        assert found_norms.keys() >= norms.keys(), case
+        assert found_buffers == buffers, case
+        assert {"Linear", "LayerNorm", "Scaled", "ModuleList"} <= found_kinds & kinds
 
 
 def drawn(name, *args):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshplan.errors import ApplyError, Problem
+from meshplan.interop.lightning.whole import hidden_stages
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.state.held import plain_name
@@ -44,7 +45,6 @@ class WholeModel:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Let the LightningModule have the whole model inside, in the place of the pipeline."""
-        hidden = vars(self._module).pop("named_parameters")
         before = []
         for each in self._whole:
             for own in self._own[id(each)]:
@@ -52,10 +52,10 @@ class WholeModel:
             before.append(each.requires_grad)
         self._put(self._network.skeleton)
         try:
-            yield
+            with hidden_stages(self._module):
+                yield
         finally:
             self._put(self._network)
-            vars(self._module)["named_parameters"] = hidden
         for each, was_trained in zip(self._whole, before, strict=True):
             if each.requires_grad != was_trained:
                 for own in self._own[id(each)]:

@@ -43,7 +43,7 @@ from meshplan.interop.lightning.whole import (
     keep_network,
     network_of,
     several_forwards,
-    show_parameters,
+    show_stages,
 )
 from meshplan.runtime.apply.data.data import Replicated
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
@@ -225,7 +225,7 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
         if isinstance(network, PipelinedModule):
             self._check_pipeline(trainer)
             self._modes = self._modes or _modes_of(network)
-            show_parameters(module, network, self._path)
+            show_stages(module, network, self._path)
         _give_groups(module, self._values_group())
         if trainer.state.fn == TrainerFn.FITTING:
             check_averaging(trainer, is_sharded=not isinstance(network, Replicated))
@@ -473,8 +473,8 @@ def _path_of(module: nn.Module, wanted: str | None) -> str:
 
 
 def _modes_of(network: PipelinedModule) -> list[tuple[nn.Module, bool]]:
-    modules = (*network.modules(), *network.skeleton.modules())
-    return [(each, each.training) for each in modules]
+    wholes = (network, network.skeleton, *network.stage_modules)
+    return [(each, each.training) for whole in wholes for each in whole.modules()]
 
 
 def _has_parameters(module: nn.Module) -> bool:

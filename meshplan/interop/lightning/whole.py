@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from torch import nn
@@ -35,10 +36,11 @@ def keep_network(module: nn.Module, network: nn.Module) -> None:
     vars(module)[_NETWORK] = network
 
 
-def show_parameters(module: nn.Module, network: PipelinedModule, path: str) -> None:
-    """Let `named_parameters` of a LightningModule yield those of a pipeline, too.
+def show_stages(module: nn.Module, network: PipelinedModule, path: str) -> None:
+    """Let a LightningModule yield the modules, parameters and buffers of this rank's stages.
 
-    torch asks no child for its parameters, and the stages of a pipeline are no submodules.
+    The stages of a pipeline are no submodules, and the layers of a LightningModule that is the
+    network itself have no values.
 
     Args:
         module: The LightningModule.
@@ -46,18 +48,51 @@ def show_parameters(module: nn.Module, network: PipelinedModule, path: str) -> N
         path: Its name in the LightningModule, "" if it is the LightningModule itself.
     """
 
-    # A function, because a copy of the module must not copy the pipeline.
-    def named_parameters(
-        prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        if path:
-            yield from nn.Module.named_parameters(module, prefix, recurse, remove_duplicate)
-        if recurse:
+    def tensors_by(method: str) -> Callable[..., Iterator[tuple[str, Any]]]:
+        # A function, because a copy of the module must not copy the pipeline.
+        def named(
+            prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+        ) -> Iterator[tuple[str, Any]]:
             inner = ".".join(part for part in (prefix, path) if part)
-            yield from network.named_parameters(inner, recurse, remove_duplicate)
+            if path:
+                # torch names the second copy of a tensor otherwise, by its module.
+                of_network = (f"{inner}.", f"{inner}@")
+                outside = getattr(nn.Module, method)(module, prefix, recurse, remove_duplicate)
+                yield from (pair for pair in outside if not pair[0].startswith(of_network))
+            if recurse:
+                yield from getattr(network, method)(inner, True, remove_duplicate)
+
+        return named
+
+    def named_modules(
+        memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        memo = set() if memo is None else memo
+        if module in memo:
+            return
+        if remove_duplicate:
+            memo.add(module)
+        yield prefix, module
+        found = network.named_modules(memo, prefix, remove_duplicate)
+        yield from (pair for pair in found if pair[1] is not network)
 
     own: Any = module
-    own.named_parameters = named_parameters
+    own.named_parameters = tensors_by("named_parameters")
+    own.named_buffers = tensors_by("named_buffers")
+    if not path:
+        own.named_modules = named_modules
+
+
+@contextmanager
+def hidden_stages(module: nn.Module) -> Iterator[None]:
+    """Undo `show_stages` inside."""
+    names = ("named_parameters", "named_buffers", "named_modules")
+    own = vars(module)
+    hidden = {name: own.pop(name) for name in names if name in own}
+    try:
+        yield
+    finally:
+        own.update(hidden)
 
 
 def several_forwards(module: nn.Module) -> Problem:

@@ -112,8 +112,10 @@ def _counted(
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put the model into evaluation mode, and each module back into its own mode afterwards."""
-    hidden = model.skeleton.modules() if isinstance(model, PipelinedModule) else ()
-    modes = [(module, module.training) for module in (*model.modules(), *hidden)]
+    wholes = [model]
+    if isinstance(model, PipelinedModule):
+        wholes += [model.skeleton, *model.stage_modules]
+    modes = [(module, module.training) for whole in wholes for module in whole.modules()]
     model.eval()
     try:
         yield

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from meshplan.assign.base.types import Stages
 from meshplan.errors import ApplyError, Problem
 from meshplan.layout.schedules import SCHEDULES, actions, forward_only, released
+from meshplan.model.graph import around
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.data.data import set_gradient_sync
 from meshplan.runtime.apply.pipeline.answer import as_inputs, broadcast_output
@@ -353,20 +354,24 @@ class PipelinedModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) for the parameters of this rank."""
-        yield from self._named("named_parameters", prefix, recurse, remove_duplicate)
+        """Yield (name, parameter) for the parameters of this rank; all of them are the stages'."""
+        if not recurse:
+            return
+        yield from self._named("named_parameters", prefix, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, buffer) for the buffers of this rank."""
-        yield from self._named("named_buffers", prefix, recurse, remove_duplicate)
+        """Yield (name, buffer) for the buffers of this rank; all of them are the stages'."""
+        if not recurse:
+            return
+        yield from self._named("named_buffers", prefix, remove_duplicate)
 
-    def _named(self, method: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Any:
+    def _named(self, method: str, prefix: str, remove_duplicate: bool) -> Any:
         taken: dict[str, int] = {}
         found: set[int] = set()
         for stage, part in self._parts.items():
-            listed = getattr(part.module, method)("", recurse, remove_duplicate)
+            listed = getattr(part.module, method)("", True, remove_duplicate)
             for name, tensor in listed:
                 if remove_duplicate and id(tensor) in found:
                     continue
@@ -374,11 +379,31 @@ class PipelinedModule(nn.Module):
                 full = name if taken.setdefault(name, stage) == stage else f"{name}@stage{stage}"
                 yield (f"{prefix}.{full}" if prefix else full), tensor
 
-    def modules(self) -> Iterator[nn.Module]:
-        """Yield this module and all modules of this rank's stages."""
-        yield self
-        for part in self._parts.values():
-            yield from part.module.modules()
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield this module, and the modules that run in this rank's stages by their names.
+
+        Those between units run in every stage. The stages' own modules have the name of the model.
+        """
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        taken: dict[str, int] = {}
+        for stage, part in self._parts.items():
+            runs = _runs_in(stage, self._stages)
+            for name, module in part.module.named_modules(memo, "", remove_duplicate):
+                if not runs(plain_name(name)):
+                    continue
+                full = f"{prefix}.{name}" if prefix and name else prefix or name
+                is_first = taken.setdefault(name, stage) == stage
+                yield full if is_first else f"{full}@stage{stage}", module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the tensors of this rank, by their names in the model."""
@@ -423,6 +448,22 @@ class PipelinedModule(nn.Module):
         """Freeze or unfreeze every parameter; call it on all ranks."""
         super().requires_grad_(requires_grad)
         return self.train(self.training)
+
+
+def _runs_in(stage: int, stages: Stages) -> Callable[[str], bool]:
+    """Return a test of modules by name, True unless they run in other stages only."""
+    own = {unit for unit, place in stages.units if place == stage}
+    every = {unit for unit, _ in stages.units}
+    around_own = {each for unit in own for each in around(unit)}
+    around_any = {each for unit in every for each in around(unit)}
+
+    def runs(name: str) -> bool:
+        if name in around_any:
+            return not name or name in around_own
+        above = [each for each in around(name) if each in every]
+        return not above or any(each in own for each in above)
+
+    return runs
 
 
 def _form_of(inputs: Any) -> Any:
