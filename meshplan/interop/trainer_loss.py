@@ -109,7 +109,9 @@ def with_share(output: Any, counted: torch.Tensor, num_items: Any) -> Any:
     loss = loss_of(output)
     if loss is None:
         return output
-    weight = counted / num_items
+    # In float32, the weight would round what a model in float64 computes.
+    kind = torch.promote_types(loss.dtype, torch.float32)
+    weight = (counted.double() / num_items).to(kind)
     # The mean of no losses is NaN, and so are its gradients.
     share = loss * weight if int(counted) else zero_of(output, loss).to(loss.dtype)
     return replaced(output, share)

@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from torch.nn import functional
 from transformers import PreTrainedTokenizerFast
+from transformers.loss.loss_utils import fixed_cross_entropy
 from trl import SFTConfig, SFTTrainer
 
 import meshplan
@@ -75,16 +77,31 @@ def _arguments(folder: str, ranks: int, **more: Any) -> SFTConfig:
     return SFTConfig(**(settings | more))
 
 
+def in_float64(
+    logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None,
+    shift_labels: Any = None, **more: Any,
+) -> Any:  # fmt: skip
+    """Compute the loss of a causal LM as transformers does, but without its cast to float32.
+
+    A pipeline multiplies means of parts of a batch with their weights, which rounds otherwise than
+    a division of the sum: by 2e-6 of a norm after four steps in float32.
+    """
+    if shift_labels is None:
+        shift_labels = functional.pad(labels, (0, 1), value=-100)[..., 1:]
+    return fixed_cross_entropy(
+        logits.view(-1, vocab_size), shift_labels.reshape(-1), num_items_in_batch
+    )
+
+
 def _trainer(name: str, folder: str, seen: Norms, **more: Any) -> Any:
     ranks = {"": 1, "tp_fsdp": 2, "pp": 2}.get(name, 4)
-    if name == "pp" or more.get("label_smoothing_factor"):
-        # TRL 1.14 takes another one by default, which can be neither recorded nor smoothed.
-        more["loss_type"] = "nll"
     made = meshplan.trainer(SFTTrainer) if name else SFTTrainer
     plan: dict[str, Any] = {"plan": {"version": 1, **PLANS[name]}} if name else {}
     adapters = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    own = model().double()
+    own.loss_function = in_float64
     return made(
-        model=model().double(), args=_arguments(folder, ranks, **more),
+        model=own, args=_arguments(folder, ranks, **more),
         train_dataset=texts(6 * MICRO - 6),
         eval_dataset=texts(2 * MICRO - 3), processing_class=tokenizer(), peft_config=adapters,
         callbacks=[seen], **plan,
@@ -108,23 +125,37 @@ def _run(
     }  # fmt: skip
 
 
-def alone(folder: str, smoothing: float = 0.0) -> dict[str, Any]:
+def _settings(smoothing: float, is_whole: bool) -> dict[str, Any]:
+    """Return the arguments of a loss.
+
+    Args:
+        smoothing: TRL's `label_smoothing_factor`.
+        is_whole: If True, the loss of all tokens at once. TRL 1.14 has chunks of them by default,
+            in float32, which a pipeline cannot record and which cannot be smoothed.
+    """
+    kind = {"loss_type": "nll"} if is_whole or smoothing else {}
+    return {"label_smoothing_factor": smoothing, **kind}
+
+
+def alone(folder: str, smoothing: float = 0.0, is_whole: bool = False) -> dict[str, Any]:
     """In one process, with TRL alone."""
-    return _run("", folder, label_smoothing_factor=smoothing)
+    return _run("", folder, **_settings(smoothing, is_whole))
 
 
 def planned(
-    name: str, folder: str, resume: bool = False, epochs: int = 2, smoothing: float = 0.0
-) -> dict[str, Any]:
+    name: str, folder: str, resume: bool = False, epochs: int = 2, smoothing: float = 0.0,
+    is_whole: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Under a plan, on the ranks of a pool."""
     with launched():
         os.environ["ACCELERATE_USE_CPU"] = "true"
-        return _run(name, folder, resume, epochs, label_smoothing_factor=smoothing)
+        return _run(name, folder, resume, epochs, **_settings(smoothing, is_whole))
 
 
 def packed(name: str, folder: str) -> dict[str, Any]:
     """Train on samples that are packed as the refusal of other ways under pp says to."""
     more = {"packing": True, "packing_strategy": "wrapped", "eval_packing": False}
+    more |= _settings(0.0, is_whole=True)
     with launched() if name else nullcontext():
         os.environ["ACCELERATE_USE_CPU"] = "true"
         return _run(name, folder, **more)
@@ -134,4 +165,5 @@ def refused(name: str, folder: str, **more: Any) -> str:
     """Return the error of an SFTTrainer that a plan does not suit; "" if there is none."""
     with launched():
         os.environ["ACCELERATE_USE_CPU"] = "true"
+        more |= _settings(0.0, is_whole=name == "pp")
         return error_of(lambda: _trainer(name, folder, Norms(), **more).train())

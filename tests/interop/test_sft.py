@@ -52,9 +52,10 @@ def refused(name, folder, more):
     ],
 )  # fmt: skip
 def test_all_numbers_are_those_of_one_process(pool, tmp_path: Path, name, smoothing):
-    (expected,) = pool(1).run(alone, str(tmp_path / "alone"), smoothing, timeout=240)
+    is_whole = name == "pp"
+    (expected,) = pool(1).run(alone, str(tmp_path / "alone"), smoothing, is_whole, timeout=240)
     for found in pool(4).run(
-        planned, name, str(tmp_path / "planned"), False, 2, smoothing, timeout=240
+        planned, name, str(tmp_path / "planned"), False, 2, smoothing, is_whole, timeout=240
     ):
         for key in ("losses", "norms", "eval_loss", "accuracy"):
             assert found[key] == pytest.approx(expected[key], rel=1e-6), key
@@ -72,9 +73,9 @@ def test_all_numbers_are_those_of_one_process(pool, tmp_path: Path, name, smooth
 @pytest.mark.parametrize(("before", "after"), [("hybrid", "pp"), ("pp", "tp_fsdp")])
 def test_a_checkpoint_goes_on_under_another_plan(pool, tmp_path: Path, before, after):
     folder = str(tmp_path / "planned")
-    (expected,) = pool(1).run(alone, str(tmp_path / "alone"), timeout=240)
-    pool(4).run(planned, before, folder, False, 1, timeout=240)
-    for found in pool(4).run(planned, after, folder, True, timeout=240):
+    (expected,) = pool(1).run(alone, str(tmp_path / "alone"), 0.0, True, timeout=240)
+    pool(4).run(planned, before, folder, False, 1, 0.0, True, timeout=240)
+    for found in pool(4).run(planned, after, folder, True, 2, 0.0, True, timeout=240):
         for key in ("losses", "norms"):
             assert found[key] == pytest.approx(expected[key][3:], rel=1e-6), key
         assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
