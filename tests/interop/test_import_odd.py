@@ -75,6 +75,37 @@ def test_a_limit_of_values_is_none_of_the_norm(tmp_path):
     assert "clip_grad_norm" not in plan_of(result)
 
 
+@pytest.mark.parametrize(
+    ("section", "strategy"),
+    [(True, "zero1"), (False, "ddp"), ({"stage": 3}, "full_shard"), (None, "ddp"), ({}, "ddp")],
+)
+def test_zero_of_old_is_a_stage(tmp_path, section, strategy):
+    """DeepSpeed still reads true as stage 1: `read_zero_config_deprecated`."""
+    result = imported(tmp_path, {**DEEPSPEED, "zero_optimization": section})
+    assert result.is_whole
+    assert plan_of(result)["strategy"] == strategy
+
+
+@pytest.mark.parametrize(
+    ("more", "what", "fix"),
+    [
+        ({"zero_optimization": 2}, "is true or false, not 2", 'a section, such as {"stage": 2}'),
+        ({"zero_optimization": "3"}, "is true or false, not '3'", "write a section"),
+        ({"zero_optimization": ["stage"]}, "not a list", "write a section"),
+        ({"bf16": True}, "bf16 is a section of keys, not true", "such as bf16.enabled"),
+        ({"optimizer": "AdamW"}, "not 'AdamW'", "such as optimizer.type"),
+        ({"zero_optimization": {"offload_param": "cpu"}}, "offload_param is a section of keys",
+         "such as zero_optimization.offload_param.device"),
+    ],
+)  # fmt: skip
+def test_a_section_that_is_a_value_is_told_so(tmp_path, more, what, fix):
+    with pytest.raises(SpecError) as error:
+        imported(tmp_path, {**DEEPSPEED, **more})
+    (problem,) = error.value.problems
+    assert what in problem.what
+    assert fix in problem.fix
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_optimizer_alone_on_the_host_is_refused(tmp_path, stage):
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}

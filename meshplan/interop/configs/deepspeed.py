@@ -15,6 +15,8 @@ from meshplan.interop.configs.table import (
     ConfigKey,
     ConfigTable,
     Refusal,
+    Translation,
+    WrongFormError,
     flag,
     names,
     positive,
@@ -39,6 +41,16 @@ STAGES: Final = words({0: "ddp", 1: "zero1", 2: "zero2", 3: "full_shard"})
 DTYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16",
                  "float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}  # fmt: skip
 _NO_STATE_WORD: Final = Refusal("no plan has a word for the state of this optimizer; use AdamW")
+
+
+def _old_zero(value: Any) -> str:
+    """Return the strategy of a value that is no section: DeepSpeed takes true for stage 1."""
+    if isinstance(value, bool):
+        return "zero1" if value else "ddp"
+    stage = value if value in range(4) else 3
+    raise WrongFormError(f'a section, such as {{"stage": {stage}}}')
+
+
 _OPTIMIZERS: Final = words(
     {
         "AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Lion": "lion", "Adagrad": "adagrad",
@@ -83,6 +95,8 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
     *refuse("activations of sequence parallelism are sent in the dtype that they have",
             "seq_parallel_communication_data_type", harmless=("fp32",)),
     # ZeRO
+    say("zero_optimization", "strategy", Translation("true or false", _old_zero, lambda _: ABSENT),
+        "as files of old write it: stage 1 or 0", is_written=False),
     say(f"{_ZERO}stage", "strategy", STAGES, "0 replicates, 3 shards everything"),
     say(f"{_ZERO}offload_optimizer.device", "offload.optimizer", DEVICES),
     say(f"{_ZERO}offload_param.device", "offload.params", DEVICES,
@@ -104,6 +118,7 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
           "stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params "
           "stage3_allgather_sequential allgather_sequential override_module_apply "
           "memory_efficient_linear legacy_stage1", _ZERO),
+    *skip(_BUFFERS, "allgather_size"),
     *skip("states are saved as whole tensors or shards whatever the strategy: meshplan.save and "
           "save_pretrained", "stage3_gather_16bit_weights_on_model_save "
           "gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "

@@ -252,8 +252,13 @@ class _KeyReader:
         table, data = self._tool.table, plain(value)
         row = table.row(path)
         self.present.add(path if row is None else row.path)
-        if data == {} or (data is None and row is not None):
+        inner = table.section(path) if row is None else None
+        if data == {} or (data is None and (row is not None or inner is not None)):
             self._add(path, value, "irrelevant", note="it is empty")
+        elif inner is not None:
+            what = f"{path} is a section of keys, not {show(value)}"
+            fix = f"write the keys that are meant, such as {path}.{inner}, or leave it out"
+            self.draft.problems.append(Problem(what, value.origin, fix))
         elif row is None:
             close = table.nearest(path)
             hint = f"did you mean {close}?" if close else "remove it, or say what it means"

@@ -246,6 +246,13 @@ class ConfigTable:
         is_named = path in self._by_path or f"{path}.**" in self._by_path
         return is_named and path not in self._with_rows_below
 
+    def section(self, path: str) -> str | None:
+        """Return a key of the section at a path, if there is one that a plan has; None if none."""
+        below = [row for row in self.rows if row.path.startswith(f"{path}.")]
+        honoured = [row for row in below if row.verdict == "honoured" and row.is_written]
+        first = next(iter(honoured or below), None)
+        return None if first is None else first.path.removeprefix(f"{path}.")
+
     @cached_property
     def _with_rows_below(self) -> frozenset[str]:
         """Paths above a row, except the section of which `section.**` says everything."""
