@@ -152,13 +152,19 @@ def planned(
         return _run(name, folder, resume, epochs, **_settings(smoothing, is_whole))
 
 
-def packed(name: str, folder: str) -> dict[str, Any]:
-    """Train on samples that are packed as the refusal of other ways under pp says to."""
-    more = {"packing": True, "packing_strategy": "wrapped", "eval_packing": False}
-    more |= _settings(0.0, is_whole=True)
+PACKED: Final[dict[str, dict[str, Any]]] = {
+    "wrapped": {"packing": True, "packing_strategy": "wrapped", "eval_packing": False},
+    "bfd": {"packing": True, "packing_strategy": "bfd", "eval_packing": False},
+    "padding_free": {"padding_free": True, "max_length": None},
+}
+"""Arguments that put several samples into one row."""
+
+
+def packed(name: str, folder: str, kind: str) -> dict[str, Any]:
+    """Train on rows of several samples."""
     with launched() if name else nullcontext():
         os.environ["ACCELERATE_USE_CPU"] = "true"
-        return _run(name, folder, **more)
+        return _run(name, folder, **PACKED[kind], **_settings(0.0, is_whole=True))
 
 
 def refused(name: str, folder: str, **more: Any) -> str:

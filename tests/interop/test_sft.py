@@ -2,7 +2,8 @@
 
 Which seeded bug would this catch? An evaluation that takes the mean of the ranks' means although
 they have different numbers of tokens, tokens that count once for each rank along tp, adapters that
-are not reduced, checkpoints with the base in them, and metrics of the parts of a pipeline's batch.
+are not reduced, checkpoints with the base in them, metrics of the parts of a pipeline's batch, and
+tokens that attend to those of another sample in their row.
 """
 
 from __future__ import annotations
@@ -96,9 +97,18 @@ def test_what_the_plan_decides_is_refused(pool, tmp_path: Path, name, more, word
         assert words in found
 
 
-@pytest.mark.wide
-def test_the_packing_that_the_refusal_names_trains_under_pp(pool, tmp_path: Path):
-    (expected,) = pool(1).run(packed, "", str(tmp_path / "alone"), timeout=240)
-    for found in pool(4).run(packed, "pp", str(tmp_path / "planned"), timeout=240):
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("padding_free", "tp_fsdp"),
+        *(pytest.param(*each, marks=pytest.mark.wide)
+          for each in (("padding_free", "ddp"), ("bfd", "tp_fsdp"), ("bfd", "hybrid"))),
+        # A pipeline cuts batches, and its refusal of the others names this one.
+        pytest.param("wrapped", "pp", marks=pytest.mark.wide),
+    ],
+)  # fmt: skip
+def test_rows_of_several_samples_train_as_in_one_process(pool, tmp_path: Path, kind, name):
+    (expected,) = pool(1).run(packed, "", str(tmp_path / "alone"), kind, timeout=240)
+    for found in pool(4).run(packed, name, str(tmp_path / "planned"), kind, timeout=240):
         for key in ("losses", "norms", "eval_loss", "tokens"):
             assert found[key] == pytest.approx(expected[key], rel=1e-6), key
