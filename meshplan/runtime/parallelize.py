@@ -11,11 +11,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -207,6 +208,10 @@ def _with_launch(problem: Problem, spec: Spec) -> Problem:
     return replace(problem, fix=f"{problem.fix}, or start {problem.needed} ranks: {line}")
 
 
+_WRAPPERS: Final = (DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+"""Wrappers of torch that parallelize a model by themselves."""
+
+
 def _check_kind(model: nn.Module) -> None:
     """Raise ApplyError for a model that no plan can be applied to."""
     what, fix = "", ""
@@ -215,8 +220,11 @@ def _check_kind(model: nn.Module) -> None:
             "this model is parallelized already",
             "build the model again, then call parallelize",
         )
-    elif isinstance(model, DistributedDataParallel):
-        what, fix = "this model is wrapped in DistributedDataParallel already", "pass model.module"
+    elif wrapped := [(n, m) for n, m in model.named_modules() if isinstance(m, _WRAPPERS)]:
+        name, wrapper = wrapped[0]
+        what = f"{name or 'this model'} is wrapped in {type(wrapper).__name__} already"
+        fix = f"pass {f'the model with {name}' if name else 'model'}.module"
+        fix += f"{' in its place' if name else ''}: the plan states how it is parallelized"
     elif isinstance(model, torch.jit.ScriptModule):
         what, fix = "this model is a ScriptModule, which cannot be wrapped", "pass the nn.Module"
     else:

@@ -106,6 +106,62 @@ def test_a_section_that_is_a_value_is_told_so(tmp_path, more, what, fix):
     assert fix in problem.fix
 
 
+@pytest.mark.parametrize(
+    ("tool", "name"),
+    [("torchtitan", "t.json"), ("megatron", "t.json"), ("megatron", "run.sh"),
+     ("torchtitan", "empty.toml"), ("deepspeed", "empty.json"), ("nanotron", "empty.yaml")],
+)  # fmt: skip
+def test_a_file_of_another_tool_makes_no_plan_of_defaults(tmp_path, tool, name):
+    texts = {"t.json": '{"parallelism": {"tensor_parallel_degree": 2}}',
+             "run.sh": "torchrun train.py\n", "empty.toml": "\n", "empty.json": "{}",
+             "empty.yaml": "{}"}  # fmt: skip
+    with pytest.raises(SpecError, match="the file states nothing that"):
+        imported(tmp_path, texts[name], name, tool=tool)
+
+
+MACHINE = {"compute_environment": "LOCAL_MACHINE", "num_processes": 8}
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "fix"),
+    [
+        ({**DEEPSPEED, "gradient_accumulation_steps": "4"}, "d.json", "write 4 without quotes"),
+        ({**DEEPSPEED, "gradient_clipping": "0.5"}, "d.json", "write 0.5 without quotes"),
+        ({**DEEPSPEED, "gradient_accumulation_steps": "-4"}, "d.json", "write a whole number of"),
+        ({**DEEPSPEED, "gradient_accumulation_steps": "inf"}, "d.json", "write a whole number of"),
+        ({**MACHINE, "distributed_type": "FSPD"}, "a.yaml", "did you mean FSDP?"),
+        ({**DEEPSPEED, "fp16": {"enabled": "tru"}}, "d.json", "did you mean true?"),
+        ({**DEEPSPEED, "fp16": {"enabled": "yes"}}, "d.json", "write true or false"),
+        ({**DEEPSPEED, "bf16": {"enabled": True}, "fp16": {"enabled": True}}, "d.json",
+         "keep one: bf16.enabled: true or fp16.enabled: true"),
+        ("", "d.json", "looked for a JSON with zero_optimization"),
+        ("python -m torch.distributed.launch --nproc_per_node 4 train.py\n", "run.sh",
+         "start the program with meshplan launch or torchrun"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_told_with_the_right_one(tmp_path, content, name, fix):
+    with pytest.raises(SpecError) as error:
+        imported(tmp_path, content, name)
+    (problem,) = error.value.problems
+    assert problem.fix.startswith(fix) or problem.fix.endswith(fix), problem.fix
+
+
+def test_a_refused_schedule_is_told_with_those_that_there_are(tmp_path):
+    text = '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "2F3B"\n'
+    result = imported(tmp_path, text + "[training]\nlocal_batch_size = 2\n", "t.toml")
+    (note,) = refused(result).values()
+    assert note.startswith("no plan has this schedule: write ")
+    assert "1F1B" in note
+
+
+def test_the_launcher_of_old_loses_nothing(tmp_path):
+    text = "python -m torch.distributed.launch --nproc_per_node 8 --use_env pretrain_gpt.py "
+    result = imported(
+        tmp_path, text + "--tensor-model-parallel-size 2 --micro-batch-size 2", "r.sh"
+    )
+    assert result.is_whole
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_optimizer_alone_on_the_host_is_refused(tmp_path, stage):
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}

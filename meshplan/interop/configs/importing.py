@@ -17,11 +17,13 @@ from meshplan.interop.configs.table import (
     ConfigKey,
     ConfigTable,
     Refusal,
+    Translation,
     Verdict,
     WrongFormError,
 )
 from meshplan.interop.configs.texts import UNKNOWN, parse_json, parse_yaml, read_config_text
 from meshplan.shown import shown
+from meshplan.spec.match import near
 from meshplan.spec.reader import load_spec
 from meshplan.spec.source import child_path
 from meshplan.spec.values import PlanValue, join, plain, quote, show
@@ -215,6 +217,12 @@ def _recognise(
         raise errors[0]
     what = "no tool has a configuration file like this"
     fix = f"name the tool with --from, or the right file; {_looked_for(tools)}"
+    if not text.strip():
+        what, fix = "the file is empty", _looked_for(tools)
+    elif "torch.distributed.launch" in text:
+        what = "this script states nothing but the ranks that torch.distributed.launch starts"
+        fix = "write strategy: ddp into plan.yaml, call meshplan.parallelize(model, 'plan.yaml'), "
+        fix += "and start the program with meshplan launch or torchrun"
     raise SpecError(Problem(what, Origin(path), fix))
 
 
@@ -286,7 +294,8 @@ class _KeyReader:
             meaning = row.values.read(data)
         except WrongFormError as error:
             what = f"{path} is {row.values.form}, not {show(value)}"
-            self.draft.problems.append(Problem(what, value.origin, f"write {error}"))
+            fix = _close(data, row.values) or f"write {error}"
+            self.draft.problems.append(Problem(what, value.origin, fix))
             return
         if isinstance(meaning, Refusal):
             self._add(path, value, "refused", note=meaning.why)
@@ -318,6 +327,22 @@ class _KeyReader:
             TranslatedKey(key=path, value=plain(value), verdict=verdict, plan_key=plan, note=note,
                           origin=value.key or value.origin)
         )  # fmt: skip
+
+
+def _close(data: Any, values: Translation) -> str:
+    """Return what was probably meant by a value of another form, as a fix; "" if nothing is."""
+    if not isinstance(data, str):
+        return ""
+    word = near(data, [shortly(each) for each in values.words])
+    if word is not None:
+        return f"did you mean {word}?"
+    try:
+        number = float(data)
+        number = int(number) if number == int(number) else number
+        values.read(number)
+    except (ValueError, OverflowError, WrongFormError):
+        return ""
+    return f"write {number} without quotes"
 
 
 def _is_off(data: Any, row: ConfigKey) -> bool:
@@ -370,6 +395,11 @@ def _translate(
     tool.prepare(root)
     reader = _KeyReader(tool)
     reader.read(root)
+    if not reader.keys:
+        # All of the plan would be what the tool assumes.
+        what = f"the file states nothing that {tool.title} reads"
+        fix = f"name another file, or another tool with --from; looked for {tool.looked_for}"
+        raise SpecError(Problem(what, Origin(path), fix))
     draft = reader.draft
     draft.counts_microbatches = tool.counts_microbatches
     if not draft.problems:

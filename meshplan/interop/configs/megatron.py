@@ -161,7 +161,7 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
     say("nproc_per_node", "hardware.gpus_per_node", whole(), "of torchrun"),
     say("nnodes", "hardware.nodes", whole(), "of torchrun"),
     *skip("meshplan launch, or torchrun, starts the ranks", "node_rank master_addr master_port "
-          "rdzv_id rdzv_backend rdzv_endpoint rdzv_conf max_restarts tee log_dir m module "
+          "use_env rdzv_id rdzv_backend rdzv_endpoint rdzv_conf max_restarts tee log_dir m module "
           "distributed_backend distributed_timeout_minutes nccl_communicator_config_path "
           "use_gloo_process_groups enable_gloo_process_groups use_sharp lazy_mpu_init local_rank "
           "use_cpu_initialization init_model_with_meta_device flight_recorder_dump_path "

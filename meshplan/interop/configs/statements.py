@@ -46,6 +46,11 @@ class StatedFact:
     is_default: bool = False
 
 
+def _told(fact: StatedFact) -> str:
+    """Return the value of a fact, or what stated it if the value is a mapping of ours."""
+    return fact.sources[0] if isinstance(fact.value, dict) else word_of(fact.value)
+
+
 @dataclass(slots=True)
 class Draft:
     """The facts of a file on their way to a plan.
@@ -90,7 +95,7 @@ class Draft:
             self.facts[name] = replace(old, sources=(*old.sources, *new.sources))
         else:
             what = f"{' and '.join((*old.sources, *new.sources))} state two different {name}"
-            fix = f"keep one: {word_of(old.value)} or {word_of(new.value)}"
+            fix = f"keep one: {_told(old)} or {_told(new)}"
             self.problems.append(Problem(what, new.origin or old.origin, fix))
 
     def set(self, name: str, value: Any, because: str = "", after: str = "") -> None:

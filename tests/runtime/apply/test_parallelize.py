@@ -242,6 +242,24 @@ def test_the_second_time_is_refused(pool):
     assert "this model is parallelized already" in pool(2).run(twice)[0]
 
 
+@pytest.mark.parametrize("kind", ["DistributedDataParallel", "DataParallel"])
+def test_a_model_of_another_wrapper_is_refused(kind):
+    net = torch.nn.Linear(4, 4)
+    wrapped = torch.nn.DataParallel(net)
+    if kind == "DistributedDataParallel":  # Making one takes a group.
+        wrapped = torch.nn.parallel.DistributedDataParallel.__new__(
+            torch.nn.parallel.DistributedDataParallel
+        )
+        torch.nn.Module.__init__(wrapped)
+        wrapped.module = net
+    with pytest.raises(meshplan.ApplyError, match=rf"this model is wrapped in {kind} already") as e:
+        meshplan.parallelize(wrapped, SHARD)
+    assert "pass model.module: the plan" in str(e.value)
+    with pytest.raises(meshplan.ApplyError, match=rf"0 is wrapped in {kind} already") as e:
+        meshplan.parallelize(torch.nn.Sequential(wrapped), SHARD)
+    assert "pass the model with 0.module in its place" in str(e.value)
+
+
 def test_only_modules_are_taken():
     with pytest.raises(TypeError, match=r"parallelize needs an nn\.Module, not dict"):
         meshplan.parallelize({}, SHARD)
