@@ -17,10 +17,11 @@ from torch import nn
 
 from meshplan.errors import ApplyError, PlanError, Problem
 from meshplan.interop.external_step import ExternalStep
+from meshplan.interop.extras import need
 from meshplan.interop.own_loop import each_sample_once
 from meshplan.interop.trainer_arguments import (
     argument_problems,
-    check_hooks,
+    check_base,
     plan_problems,
     recording_problems,
 )
@@ -79,22 +80,17 @@ def trainer(base: type) -> type:
         base: `transformers.Trainer`, `Seq2SeqTrainer`, or a class derived from them.
 
     Raises:
-        ApplyError: It is no Trainer, or one of another version, or accelerate is missing.
+        ApplyError: It is no Trainer, or one of another version, or a package is missing.
 
     Example:
         >>> Trainer = meshplan.trainer(transformers.Trainer)
         >>> Trainer(model, args, train_dataset=data, plan="plan.yaml").train()
     """
-    try:
-        import accelerate  # noqa: F401
-        from transformers import Trainer
-    except ImportError as error:
-        what = f"meshplan.trainer needs the package {error.name}, which is not installed"
-        raise ApplyError(Problem(what, fix="pip install accelerate transformers")) from None
-    if not (isinstance(base, type) and issubclass(base, Trainer)):
-        what = f"{base!r} is not a Trainer of transformers"
-        raise ApplyError(Problem(what, fix="pass the class: meshplan.trainer(Trainer)"))
-    check_hooks(base)
+    for package in ("accelerate", "transformers"):
+        need(package, "meshplan.trainer", "'meshplan[hf]' accelerate")
+    from transformers import Trainer
+
+    check_base(base, Trainer, _Planned)
     # `over_pipelines` comes between `base` and the Trainer itself, unless `base` is the Trainer.
     last = over_pipelines(Trainer)
     bases = (_Planned, last) if base is Trainer else (_Planned, base, last)

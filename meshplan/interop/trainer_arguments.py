@@ -21,12 +21,23 @@ _DEFAULT_NORM: Final = 1.0
 """`TrainingArguments.max_grad_norm` if it was left out."""
 
 
-def check_hooks(base: type) -> None:
-    """Raise if a Trainer is of a version that has other methods.
+def check_base(base: Any, kind: type, planned: type) -> None:
+    """Raise if no plan can be given to a class.
+
+    Args:
+        base: The class.
+        kind: transformers' Trainer.
+        planned: A base of the classes that have a plan.
 
     Raises:
-        ApplyError: Methods are missing.
+        ApplyError: It is no Trainer, has a plan already, or is of a version with other methods.
     """
+    if not (isinstance(base, type) and issubclass(base, kind)):
+        what = f"{base!r} is not a Trainer of transformers"
+        raise ApplyError(Problem(what, fix="pass the class: meshplan.trainer(Trainer)"))
+    if issubclass(base, planned):
+        what = f"{base.__name__} is a class that meshplan.trainer has made"
+        raise ApplyError(Problem(what, fix="use it as it is: it takes plan="))
     if missing := [name for name in _HOOKS if not hasattr(base, name)]:
         import transformers
 

@@ -4,17 +4,12 @@
 `planned_state` serves loops around `meshplan.train_step`.
 """
 
-from importlib.util import find_spec
+from meshplan.interop.extras import not_importable
 
-from meshplan.errors import ApplyError, Problem
-
-if find_spec("accelerate") is None:
-    raise ApplyError(
-        Problem(
-            "meshplan.interop.accelerate needs the package accelerate, which is not installed",
-            fix="pip install accelerate",
-        )
-    )
+try:
+    import accelerate  # noqa: F401
+except ImportError as error:
+    raise not_importable(error, "accelerate", __name__, "accelerate") from error
 
 from meshplan.interop.accelerate.accelerator import MeshplanAccelerator
 from meshplan.interop.accelerate.state import planned_state

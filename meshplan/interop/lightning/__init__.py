@@ -5,17 +5,12 @@ this module also registers the alias "meshplan", whose plan is the file that the
 variable MESHPLAN_PLAN names, else `plan.yaml` in the working directory.
 """
 
-from importlib.util import find_spec
+from meshplan.interop.extras import not_importable
 
-from meshplan.errors import ApplyError, Problem
-
-if find_spec("lightning") is None:
-    raise ApplyError(
-        Problem(
-            "meshplan.interop.lightning needs the package lightning, which is not installed",
-            fix="pip install 'meshplan[lightning]'",
-        )
-    )
+try:
+    import lightning  # noqa: F401
+except ImportError as error:
+    raise not_importable(error, "lightning", __name__, "'meshplan[lightning]'") from error
 
 from meshplan.interop.lightning.fabric import MeshplanFabricStrategy
 from meshplan.interop.lightning.registry import register
