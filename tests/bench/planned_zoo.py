@@ -234,7 +234,11 @@ def _price(words: Mapping[str, Any], more: Mapping[str, Any]) -> float | str:
         decision = meshplan.search_plan(plan)
     except MeshplanError as error:
         return error.problems[0].what
-    return decision.chosen.seconds if decision.chosen is not None else "does not fit"
+    if decision.chosen is not None:
+        return decision.chosen.seconds
+    # The last reason is that of the one plan; without one, it does not fit.
+    last = decision.rejected[-1:]
+    return next((each.why for each in last if each.what == "1 configuration"), "does not fit")
 
 
 def _table(results: Sequence[Planned]) -> str:

@@ -207,7 +207,7 @@ def _of_transformers(name: str) -> nn.Module:
     cls, more = HF[name]
     config = _deepened(CONFIG_MAPPING[name](**more), DEEPER.get(name, 1))
     for key in ("dropout", "attention_dropout", "hidden_dropout_prob", "layerdrop",
-                "attention_probs_dropout_prob", "drop_path_rate"):  # fmt: skip
+                "attention_probs_dropout_prob", "drop_path_rate", "mask_time_prob"):  # fmt: skip
         if hasattr(config, key):
             setattr(config, key, 0.0)
     config.use_cache = False

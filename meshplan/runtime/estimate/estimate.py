@@ -37,8 +37,8 @@ from meshplan.runtime.fake_step.step import fake_step
 from meshplan.runtime.torch_private.fakes import untraceable
 from meshplan.runtime.trace.bounds import (
     NoBoundError,
-    UnknownBufferError,
     UnknownShapeError,
+    bound_of,
     check_grows,
     everything,
     half,
@@ -274,17 +274,10 @@ def _bounded(
     if refused is not None:
         what = f"{problem.what}; no upper bound can be proved: {refused}"
         raise PlanError(Problem(what, problem.origin, problem.fix))
-    op, where = problem.what.partition(" ")[0], problem.what.rpartition(": ")[2]
-    bound = (
-        f"{op} selects as much as possible, {where}; in a second trace, where it selects half, no "
-        "tensor is larger"
-    )
-    if isinstance(error, UnknownBufferError):
-        bound = f"{problem.what}; its largest size, according to a public report, is counted"
     pairs = [each for each in found if not isinstance(each, str)]
     logs, least = [each.log for each, _ in pairs], [each for _, each in pairs if each is not None]
     return _TieredLogs(
-        logs, pairs[0][0].assumed, Tier.WHOLE, _ALL_TRACED, bound=bound,
+        logs, pairs[0][0].assumed, Tier.WHOLE, _ALL_TRACED, bound=bound_of(error),
         least=least if len(least) == len(logs) else None,
     )  # fmt: skip
 

@@ -32,8 +32,10 @@ from meshplan.runtime.fake_step.costs import (
     watch_rank,
     with_recompute,
 )
-from meshplan.runtime.fake_step.default_loop import DefaultLoop, loop_of
-from meshplan.runtime.trace.trace_errors import problem_of
+from meshplan.runtime.fake_step.default_loop import DefaultLoop, Returned, loop_of
+from meshplan.runtime.live.bounded import BoundedTraces
+from meshplan.runtime.trace.bounds import UnknownShapeError
+from meshplan.runtime.trace.trace_errors import refused
 
 MOST: Final = 3
 """Most samples of the microbatches from which all others are extrapolated: one and two samples, or
@@ -51,6 +53,7 @@ class BlockTraces:
         device: Name of the device whose kernels are emulated.
         origin: Place where the user named the model; None if the user passed the model itself.
         report: Called with lines on the progress.
+        bounded: Runs the traces of this model.
 
     Attributes:
         plan: The plan under which microbatches are traced.
@@ -65,8 +68,10 @@ class BlockTraces:
         device: str,
         origin: Origin | None,
         report: Callable[[str], None],
+        bounded: BoundedTraces,
     ) -> None:
         self._model, self.plan, self._device = model, plan, device
+        self._bounded = bounded
         self._origin, self._report = origin, report
         self._blocks = plan.graph.blocks()
         self.exact: dict[tuple[int, frozenset[str]], Prepared] = {}
@@ -176,12 +181,16 @@ class BlockTraces:
     @cached_property
     def loop(self) -> DefaultLoop:
         """The inputs, targets and loss of `MOST` samples."""
-        return self._in_words(lambda: loop_of(self._model, self.plan))
+        return self._looped(self.plan, None)
 
     def loop_of(self, plan: Plan) -> DefaultLoop:
         """Return the inputs, targets and loss of `batch.micro` samples of a plan."""
         one = replace(plan, accumulate=1)
-        return self._in_words(lambda: loop_of(self._model, one, self.loop.returned))
+        return self._looped(one, self.loop.returned)
+
+    def _looped(self, plan: Plan, returned: Returned | None) -> DefaultLoop:
+        run = partial(self._in_words, lambda: loop_of(self._model, plan, returned))
+        return self._bounded.run(run, lambda _: ())
 
     def _loop(self, plan: Plan) -> DefaultLoop:
         """Return the inputs, targets and loss of one microbatch of a plan, and maybe of more."""
@@ -194,14 +203,19 @@ class BlockTraces:
         as_rank = f" as a rank of tp {tp}" if tp > 1 else ""
         self._report(f"tracing {words} of {type(self._model).__name__}{as_rank}")
         batch = loop.inputs, loop.targets
-        if tp == 1:
-            return self._in_words(
+
+        def run() -> list[MicrobatchCosts]:
+            if tp > 1:
+                return [self._in_words(partial(self._as_rank, loop, ask)) for ask in asks]
+            found: list[MicrobatchCosts] = self._in_words(
                 lambda: watch(
                     self._model, self.plan, *batch, loop.loss_fn, self._device, asks,
                     is_steady=self._is_steady,
                 )
             )  # fmt: skip
-        return [self._in_words(partial(self._as_rank, loop, ask)) for ask in asks]
+            return found
+
+        return self._bounded.run(run, lambda found: [each.trace.log for each in found])
 
     def _as_rank(self, loop: DefaultLoop, ask: Ask) -> MicrobatchCosts:
         inputs, targets = first_samples(ask.samples, (loop.inputs, loop.targets))
@@ -264,6 +278,8 @@ class BlockTraces:
 def in_words(run: Callable[[], Any], model: nn.Module, origin: Origin | None) -> Any:
     """Return `run()`, with every exception of the model's own code raised as a PlanError.
 
+    It is an UnknownShapeError if only a shape depends on values.
+
     Args:
         run: Runs the model.
         model: The model, which the message names.
@@ -271,10 +287,12 @@ def in_words(run: Callable[[], Any], model: nn.Module, origin: Origin | None) ->
     """
     try:
         return run()
+    except UnknownShapeError:
+        raise
     except MeshplanError as error:
         raise PlanError(error.problems) from None
     except Exception as error:
-        raise PlanError(problem_of(error, model, origin)) from None
+        raise refused(error, model, origin) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from meshplan.runtime.estimate.scale_down import ModelSource
 from meshplan.runtime.fake_step.chain import chain_as_run, check_speed, staged_of
 from meshplan.runtime.fake_step.costs import MicrobatchCosts, watch_rank, with_recompute
 from meshplan.runtime.fake_step.default_loop import loop_of
+from meshplan.runtime.trace.bounds import UnknownShapeError, everything, picking
 from meshplan.runtime.trace.trace_errors import refused
 from meshplan.spec.spec import Spec
 
@@ -105,7 +106,18 @@ class _Ran(NamedTuple):
 
 
 def _ran(request: EstimateRequest, micro: int) -> _Ran:
-    """Count the operations of a microbatch of `micro` samples; runs in a subprocess."""
+    """Count the operations of a microbatch of `micro` samples; runs in a subprocess.
+
+    Operators whose result has a shape that depends on values select all that they can.
+    """
+    try:
+        return _counted(request, micro)
+    except UnknownShapeError:
+        with picking(everything):
+            return _counted(request, micro)
+
+
+def _counted(request: EstimateRequest, micro: int) -> _Ran:
     model, plan = decided(request.spec, request.source)
     origin = request.source.origin
     try:

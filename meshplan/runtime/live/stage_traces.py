@@ -34,6 +34,7 @@ from meshplan.runtime.fake_step.few_microbatches import (
 )
 from meshplan.runtime.fake_step.microbatch import trace_microbatch
 from meshplan.runtime.live.block_traces import in_words
+from meshplan.runtime.live.bounded import BoundedTraces
 
 
 class StageTraces:
@@ -45,6 +46,7 @@ class StageTraces:
         device: Name of the device whose kernels are emulated.
         origin: Place where the user named the model; None if the user passed the model itself.
         report: Called with lines on the progress.
+        bounded: Runs the traces of this model.
     """
 
     def __init__(
@@ -54,8 +56,9 @@ class StageTraces:
         device: str,
         origin: Origin | None,
         report: Callable[[str], None],
+        bounded: BoundedTraces,
     ) -> None:
-        self._model, self._device = model, device
+        self._model, self._device, self._bounded = model, device, bounded
         self._origin, self._report = origin, report
         self._traces: dict[Hashable, MicrobatchTrace | StageError] = {}
         self._known: dict[Hashable, Prepared] = {}
@@ -95,8 +98,9 @@ class StageTraces:
         if key not in self._traces:
             self._report(f"tracing {_words(plan, place)} of {type(self._model).__name__}")
             run = partial(self._traced, plan, rank, loop_of())
+            run = partial(in_words, run, self._model, self._origin)
             try:
-                self._traces[key] = in_words(run, self._model, self._origin)
+                self._traces[key] = self._bounded.run(run, lambda trace: [trace.log])
             except PlanError as error:
                 self._traces[key] = StageError(error.problems, place)
         found = self._traces[key]

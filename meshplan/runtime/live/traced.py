@@ -22,7 +22,7 @@ from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, Origin, PlanError, Problem
 from meshplan.layout.mesh import Mesh
 from meshplan.memory.analytic.ranks import ERROR, OverError
-from meshplan.memory.answer.assemble import assemble
+from meshplan.memory.answer.assemble import as_bound, assemble
 from meshplan.memory.answer.estimate import MemoryEstimate, Tier
 from meshplan.memory.answer.rank_classes import equal_ranks
 from meshplan.memory.answer.reserved import ReplayCache, ReservedLog
@@ -42,6 +42,7 @@ from meshplan.runtime.estimate.request import EstimateRequest, FakeStepResult
 from meshplan.runtime.estimate.scale_down import ModelSource
 from meshplan.runtime.fake_step.chain import staged_of
 from meshplan.runtime.live.block_traces import MOST, BlockTraces
+from meshplan.runtime.live.bounded import BoundedTraces
 from meshplan.runtime.live.priced import priced
 from meshplan.runtime.live.stage_traces import StageTraces
 from meshplan.runtime.trace.rehearse import recorded
@@ -85,7 +86,10 @@ class TracedModel:
         self._traces: dict[TracedChoices, BlockTraces] = {}
         self._why_not: dict[TracedChoices, str] = {}
         self._staged_chains: dict[tuple[TracedChoices, int], Chain] = {}
-        self._stages = StageTraces(model, device=device, origin=origin, report=report)
+        self._bounded = BoundedTraces(report)
+        self._stages = StageTraces(
+            model, device=device, origin=origin, report=report, bounded=self._bounded
+        )
 
     # Interface of the planner
 
@@ -219,6 +223,7 @@ class TracedModel:
                 device=self._device,
                 origin=self._origin,
                 report=self._report,
+                bounded=self._bounded,
             )
         return self._traces[choices]
 
@@ -265,6 +270,8 @@ class TracedModel:
         if plan.assignment.stages is not None:
             if self._source is None:
                 return self.memory(plan, stop_above_bytes)
+            if self._bounded.bound:
+                return estimate_by_trace(self._asked(plan.spec), self._report)
             # The search has traced the stages as an estimate would: do not trace them again.
             log_of, assumed = (
                 self._log_of_stages(plan),
@@ -319,7 +326,7 @@ class TracedModel:
             replayed[number] = holding.of(logs[-1])
             if replayed[number].reserve.reserved_bytes > stop_above_bytes:
                 raise OverError(ranks[0], replayed[number].reserve.reserved_bytes)
-        return assemble(
+        found = assemble(
             plan,
             groups,
             logs,
@@ -331,6 +338,7 @@ class TracedModel:
             error=ERROR,
             replayed=replayed,
         )
+        return as_bound(found, logs, self._bounded.bound) if self._bounded.bound else found
 
     def _assumed(self, plan: Plan) -> tuple[tuple[str, str], ...]:
         """Return the loop's assumptions, with the input shapes for one step of the plan."""

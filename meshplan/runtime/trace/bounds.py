@@ -131,6 +131,18 @@ def taken_to_pick(args: Any) -> tuple[int, ...]:
     return tuple(8 * i.ndim * picks.share(i.numel()) for i in args[1] if _is_mask(i))
 
 
+def bound_of(error: UnknownShapeError) -> str:
+    """Return a sentence that says why a trace with the largest sizes is an upper bound."""
+    (problem,) = error.problems
+    if isinstance(error, UnknownBufferError):
+        return f"{problem.what}; its largest size, according to a public report, is counted"
+    op, where = problem.what.partition(" ")[0], problem.what.rpartition(": ")[2]
+    return (
+        f"{op} selects as much as possible, {where}; in a second trace, where it selects half, no "
+        "tensor is larger"
+    )
+
+
 def check_grows(most: EventLog, less: EventLog) -> None:
     """Check that the memory with all elements selected is an upper bound for fewer.
 

@@ -1,0 +1,64 @@
+"""Plans for models in which the shape of some tensors depends on values: an upper bound holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshplan.api import checking
+from meshplan.api.planning import search_plan
+from meshplan.errors import PlanError
+from meshplan.planner.lock.lock import overrides
+
+OPEN: dict[str, Any] = {
+    "version": 1,
+    "hardware": {"nodes": 1, "gpus_per_node": 4, "gpu": "h100-sxm-80gb"},
+    "mesh": "auto",
+    "strategy": "auto",
+    "activation_checkpointing": "auto",
+    "batch": {"global": 64, "seq_len": 64},
+}
+STAGES = {
+    "mesh": {"pp": 2, "dp_shard": 2},
+    "strategy": "full_shard",
+    "pipeline": {"schedule": "1F1B", "microbatches": 4},
+    "batch": {"micro": 8, "accumulate": 4, "seq_len": 64},
+    "activation_checkpointing": "none",
+}
+
+
+def plan_of(entry: str, **fields: Any) -> dict[str, Any]:
+    return OPEN | {"model": {"entry": f"tests.helpers.estimated:{entry}"}} | fields
+
+
+_PICKED = "aten.nonzero.default selects as much as possible, in blocks.2"
+
+
+@pytest.mark.parametrize(
+    ("entry", "fields", "words"),
+    [
+        ("picking", {}, _PICKED),
+        ("picking", STAGES, _PICKED),
+        ("recurrent", {}, "lstm is a recurrent layer"),
+    ],
+)
+def test_what_is_chosen_has_the_upper_bound_that_estimate_tells(entry, fields, words):
+    plan = plan_of(entry, **fields)
+    chosen = search_plan(plan).chosen
+    assert chosen is not None
+    assert chosen.seconds > 0
+    assert words in chosen.memory.bound
+    told = checking.estimate_memory(plan, overrides(chosen.stated), fixes=False)
+    assert told.bound == chosen.memory.bound
+    assert [g.peak for g in told.groups] == [g.peak for g in chosen.memory.groups]
+    assert [g.band for g in told.groups] == [g.band for g in chosen.memory.groups]
+
+
+def test_a_model_whose_step_has_no_bound_is_not_searched():
+    with pytest.raises(PlanError) as error:
+        search_plan(plan_of("filling"))
+    (problem,) = error.value.problems
+    assert "aten.nonzero.default" in problem.what
+    assert "no upper bound can be proved" in problem.what
+    assert "aten.ones.default in blocks.1 makes a larger tensor" in problem.what
