@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,9 @@ import pytest
 from meshplan.api import checking
 from meshplan.api.planning import search_plan
 from meshplan.errors import PlanError
+from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.planner.lock.lock import overrides
+from meshplan.runtime.live.planned import request_of_entry
 
 OPEN: dict[str, Any] = {
     "version": 1,
@@ -55,9 +59,31 @@ def test_what_is_chosen_has_the_upper_bound_that_estimate_tells(entry, fields, w
     assert [g.band for g in told.groups] == [g.band for g in chosen.memory.groups]
 
 
-def test_a_model_whose_step_has_no_bound_is_not_searched():
+STATED = overrides(
+    {"mesh": {"dp_shard": 4}, "strategy": "full_shard", "batch.micro": 4, "batch.accumulate": 4,
+     "activation_checkpointing": "none"}
+)  # fmt: skip
+
+
+def traced_by_the_search(path: Path, entry: str) -> MemoryEstimate:
+    """The memory of `STATED` as the search has it, which certifies only what it chooses."""
+    path.write_text(json.dumps(plan_of(entry)))
+    request = request_of_entry(path, (), None)
+    assert request.traced is not None
+    return request.traced.memory(request.traced.decide(request.read(STATED)))
+
+
+def test_what_the_search_traces_is_the_bound_too(tmp_path):
+    path = tmp_path / "plan.yaml"
+    found = traced_by_the_search(path, "picking")
+    told = checking.estimate_memory(path, STATED, fixes=False)
+    assert found.bound == told.bound
+    assert [g.peak for g in found.groups] == [g.peak for g in told.groups]
+
+
+def test_a_model_whose_step_has_no_bound_is_not_searched(tmp_path):
     with pytest.raises(PlanError) as error:
-        search_plan(plan_of("filling"))
+        traced_by_the_search(tmp_path / "plan.yaml", "filling")
     (problem,) = error.value.problems
     assert "aten.nonzero.default" in problem.what
     assert "no upper bound can be proved" in problem.what
