@@ -24,7 +24,9 @@ import fnmatch
 import itertools
 import json
 import math
+import re
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -258,6 +260,27 @@ def _table(results: Sequence[Planned]) -> str:
     return "\n".join(columns(rows, "<<>>>>>>>><"))
 
 
+def _not_run(results: Sequence[Planned]) -> str:
+    """Return a sentence that names the models that were not run; "" if all were."""
+    names = [name for name in MODELS if name not in {each.name for each in results}]
+    return (
+        textwrap.fill(f"Not run, or stopped before the end: {', '.join(names)}.", 100)
+        if names
+        else ""
+    )
+
+
+def _unpriced(results: Sequence[Planned]) -> str:
+    """Return a line on each reason why plans by hand have no price, other than memory."""
+    lines = []
+    for each in results:
+        whys = [why for why in each.by_hand.values() if isinstance(why, str)]
+        for why in dict.fromkeys(whys):
+            if why != "does not fit":
+                lines.append(f"- {each.name}, {whys.count(why)} without a price: {why}")
+    return re.sub(r"\S*/site-packages/", "", "\n".join(lines))
+
+
 def page(results: Sequence[Planned]) -> str:
     """Return planned_zoo.md."""
     ordinary = [each for each in results if each.samples == _SAMPLES]
@@ -267,16 +290,19 @@ def page(results: Sequence[Planned]) -> str:
 
 `python -m tests.bench.planned_zoo --json FILE --write`: {len(ordinary)} of {len(MODELS)} models
 were run, {ok} are ok. Steps are those that the planner predicts for two nodes of four
-{_GPU}. The chosen plan then trained for three steps on as many gloo "ranks".
-"loss apart": the largest difference of a loss from that of one process, relative to the loss; "of
-limit": the largest difference of a loss, a gradient norm or a parameter, as a share of what
-`meshplan verify` allows. Bytes that ranks held and sent are equal to those predicted. "by hand":
-how many of {len(_BY_HAND)} plans written by hand fit; "best": the seconds of the fastest of them,
-as a multiple of those of the chosen plan.
+{_GPU}. The chosen plan then trained for three steps on gloo "ranks", of which a run allowed 2, 4
+or 8 (`--ranks`). "loss apart": the largest difference of a loss from that of one process, relative
+to the loss; "of limit": the largest difference of a loss, a gradient norm or a parameter, as a
+share of what `meshplan verify` allows. Bytes that ranks held and sent are equal to those predicted.
+"by hand": how many of {len(_BY_HAND)} plans written by hand fit and are priced; "best": the seconds
+of the fastest of them, as a multiple of those of the chosen plan.
 
 ```
 {_table(ordinary)}
 ```
+{_unpriced(ordinary)}
+
+{_not_run(ordinary)}
 
 ## Two samples in a step
 
@@ -289,6 +315,9 @@ to each other the simplest is chosen.
 ```
 {_table(tight)}
 ```
+{_unpriced(tight)}
+
+{_not_run(tight)}
 """
 
 
