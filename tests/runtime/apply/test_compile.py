@@ -19,6 +19,7 @@ from tests.helpers.wide import leaving
 from tests.runtime.apply.test_parity import assert_same
 
 TP = models.tp_rules("own_llama")
+AUTO: dict[str, Any] = {"tp_plan": "auto", "loss_parallel": True}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ddp": ("own_llama", 2, {"strategy": "ddp"}),
     "full_shard, recomputed": (
@@ -33,7 +34,15 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         2,
         {"mesh": {"tp": 2}, "rules": TP, "activation_checkpointing": "selective"},
     ),
-}
+    # The loss's torch function mode is active while compiled blocks run.
+    "tp, loss_parallel": ("hf_llama", 2, {**AUTO, "mesh": {"tp": 2}}),
+    "pp x tp, loss_parallel": (
+        "hf_llama",
+        4,
+        {**AUTO, "mesh": {"pp": 2, "tp": 2}, "batch": {"global": 8, "micro": 8},
+         "pipeline": {"microbatches": 4}},
+    ),
+}  # fmt: skip
 
 
 @contextmanager
