@@ -35,7 +35,7 @@ class Clash:
 
 
 def _axis(name: str, spec: Spec) -> str | None:
-    has = isinstance(spec.mesh, Mapping) and spec.mesh.get(name, 1) != 1
+    has = isinstance(spec.mesh, Mapping) and spec.mesh.get(name, 1) not in (1, AUTO)
     return f"mesh.{name}" if has else None
 
 
@@ -51,10 +51,11 @@ def _split_backward(spec: Spec) -> str | None:
 
 
 def _recompute(spec: Spec) -> str | None:
-    if spec.activation_checkpointing.mode != "none":
+    if spec.activation_checkpointing.mode not in ("none", AUTO):
         return "activation_checkpointing"
     for rule in spec.rules:
-        if rule.activation_checkpointing and rule.activation_checkpointing.mode != "none":
+        policy = rule.activation_checkpointing
+        if policy and policy.mode not in ("none", AUTO):
             return f"rules[{rule.index}].activation_checkpointing"
     return None
 

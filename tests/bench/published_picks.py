@@ -164,6 +164,7 @@ def lines_of(run: Published) -> Iterator[str]:
     rate, mfu = ("", f"{run.measured:.1%}") if is_mfu else (f"{run.measured:,.0f}", "")
     rows.append(("published, measured", "", "", rate, mfu, ""))
     yield from columns(rows, "<<>>>>")
+    yield from (f"\nnot priced: {each}" for each in (ours, theirs) if isinstance(each, str))
     yield from _parts(ours, theirs)
     yield "```"
     yield ""
@@ -192,7 +193,7 @@ def _planned(run: Published, **stated: Any) -> Decision | str:
 def _figures(found: Decision | str) -> tuple[str, str, str, str, str]:
     """Return (layout, seconds, tokens a second, MFU, memory) in words."""
     if isinstance(found, str):
-        return found, "", "", "", ""
+        return "not priced", "", "", "", ""
     way = found.chosen
     assert way is not None
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in way.plan.mesh if axis.size > 1)

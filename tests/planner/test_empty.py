@@ -150,3 +150,19 @@ def test_what_is_not_known_of_a_gpu_of_ones_own_is_asked_for(job, capsys):
         assert what in err
     assert "bf16=" in err
     assert "hbm=" in err
+
+
+def test_features_that_do_not_go_together_are_the_reason(job):
+    """The answer was that no mesh satisfies the plan, and to leave cp open."""
+    mesh = {"pp": 2, "dp_shard": 2, "cp": 2}
+    with pytest.raises(PlanError) as caught:
+        search_plan(job(hardware=ALONE, mesh=mesh))
+    (problem,) = caught.value.problems
+    assert problem.what.startswith("cp and pp do not go together")
+    assert problem.origin.path == "mesh.cp"
+    # What is open clashes with nothing: the search has each of the two.
+    open_ = search_plan(job(hardware=ALONE, mesh=dict.fromkeys(mesh, "auto")))
+    assert open_.chosen is not None
+    split = {"schedule": "InterleavedZeroBubble", "virtual": 2}
+    found = search_plan(job(hardware=ALONE, mesh={"pp": 2, "dp_shard": 4}, pipeline=split))
+    assert found.chosen is not None

@@ -10,6 +10,7 @@ from meshplan.assign.base.cascade import Cascade
 from meshplan.cost.grid import RECOMPUTE
 from meshplan.errors import PlanError, Problem
 from meshplan.model.graph import ModelGraph
+from meshplan.spec.compatibility import clashes
 from meshplan.spec.spec import Borrow, Spec
 
 AS_STATED: Final = (
@@ -74,10 +75,13 @@ def _policy(spec: Spec, cascade: Cascade, graph: ModelGraph, fqn: str) -> str:
 
 
 def check_fixed_choices(spec: Spec) -> None:
-    """Check that the plan states nothing that the planner would override or has no figures for.
+    """Check that the plan states nothing that no choice of the planner can make work.
+
+    These are statements that it would override or has no figures for, and clashes.
 
     Raises:
-        PlanError: The plan states something of the kind, such as a list of operations to save.
+        PlanError: The plan states something of the kind, such as a list of operations to save, or
+            two features that do not go together.
     """
     mesh = spec.mesh if isinstance(spec.mesh, Mapping) else {}
     policies = {"activation_checkpointing": spec.activation_checkpointing}
@@ -109,6 +113,7 @@ def check_fixed_choices(spec: Spec) -> None:
                 f"{instead}, or {AS_STATED}")
         for path, what, instead in as_stated
     ]  # fmt: skip
+    problems += clashes(spec)
     if problems:
         raise PlanError(problems)
 
