@@ -5,14 +5,14 @@ A plan for which there are no rules raises a `PlanError` that names the feature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.dtypes import DTYPE_BYTES
-from meshplan.layout.schedules import SCHEDULES, actions, num_to_simulate, released
+from meshplan.layout.schedules import SCHEDULES, Action, actions, num_to_simulate, released
 from meshplan.memory.decoder.attention_kernel import no_rules
 from meshplan.memory.repeat.equal_stages import outline_of
 from meshplan.memory.replay import Prepared
@@ -28,6 +28,8 @@ _MOST: Final = 40_000
 """Maximum number of ops of a step for which every microbatch is expanded on all ranks."""
 _FAR_TOO_MANY: Final = 600_000
 """Maximum number of ops of a step for which any rank has every microbatch expanded."""
+_MOST_ORDERS: Final = 8
+"""Maximum number of schedules whose actions are cached."""
 _MOST_PLAYED: Final = 32
 """Maximum number of stages that are cached for other plans."""
 
@@ -85,7 +87,7 @@ class StageWorks:
         stages = self._stages
         schedule = SCHEDULES[stages.schedule]
         count = num_to_simulate(schedule, stages.num_ranks, stages.microbatches)
-        self._orders = actions(schedule, stages.num_ranks, stages.virtual, count)
+        self._run = stages.schedule, stages.num_ranks, stages.virtual, count
         num_rows = len(tape.rows) * count
         self.summarised, self.only_summarised = num_rows > _MOST, num_rows > _FAR_TOO_MANY
         self._parts: dict[tuple[int, bool], StageWork] = {}
@@ -106,7 +108,7 @@ class StageWorks:
         """
         place = self._plan.mesh.index(rank, ("pp",))
         if (place, summarised) not in self._found:
-            own_stages, order = self._stages.of_rank(place), self._orders[place]
+            own_stages, order = self._stages.of_rank(place), _orders(*self._run)[place]
             split = {action.stage for action in order if action.kind == "I"}
             unsplit = {action.stage for action in order if action.kind == "B"}
             halved = {stage: self._part(stage, in_halves=True) for stage in split}
@@ -116,7 +118,7 @@ class StageWorks:
                 parts,
                 self._stages,
                 order,
-                released=released(self._orders, place),
+                released=_released(*self._run, place),
                 takes_gradients=bool(self._plan.assignment.units),
                 summarised=summarised,
                 halved=halved,
@@ -147,6 +149,22 @@ class StageWorks:
         """
         at = module if module in self._modules else fqn.rpartition(".")[0]
         return self._modules[at], self._tensors[fqn]
+
+
+@lru_cache(maxsize=_MOST_ORDERS)
+def _orders(
+    schedule: str, num_ranks: int, virtual: int, count: int
+) -> tuple[tuple[Action, ...], ...]:
+    """Return the actions of all ranks, which the plans of a search mostly have in common."""
+    return actions(SCHEDULES[schedule], num_ranks, virtual, count)
+
+
+@lru_cache(maxsize=_MOST_ORDERS * 16)
+def _released(
+    schedule: str, num_ranks: int, virtual: int, count: int, place: int
+) -> Mapping[Action, tuple[Action, ...]]:
+    """Return the sends that each action of the rank at `place` along pp releases."""
+    return released(_orders(schedule, num_ranks, virtual, count), place)
 
 
 def _widening(plan: Plan) -> int:
