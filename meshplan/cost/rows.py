@@ -310,6 +310,32 @@ class Rows:
         moved = numel * (self.widths.compute + (1 + 2 + 3) * self.widths.reduce)
         return np.where(self.are_alone, moved / self.profile.memory_bytes_per_s, 0.0)
 
+    def accumulation(self, kind: BlockKind, is_at_once: Array) -> tuple[Array, Array]:
+        """Return the seconds to keep the gradients of a step's first microbatch, and to add others.
+
+        Whole gradients are kept in the dtype of their reduction, and added up with two reads and a
+        write. Where backward reduces at once, only this rank's shard of them is.
+
+        Args:
+            kind: The kind of the block, with its trained parameters alone.
+            is_at_once: [configurations] mask of those that reduce in every backward.
+
+        Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py,
+        `to_accumulated_grad_if_needed` and `accumulate_unsharded_grad_if_needed`; without mixed
+        precision, autograd adds in place.
+        """
+        widths, numel = self.widths, float(sum(kind.numels))
+        kept = np.where(self.mode == DDP, widths.stored, widths.reduce)
+        casts = kept != widths.compute
+        first = np.where(casts, widths.compute + kept, 0) * numel
+        further = np.where(casts, widths.compute + 2 * kept, 3 * kept) * numel
+        first = np.where(is_at_once | (self.microbatches == 1), 0.0, first)
+        shard = (widths.reduce + 2 * widths.stored) * share(self.grid, kind)
+        # Shards on the host are added up there (`cost.host`).
+        shard = np.where(has_params_on_host(self.grid), 0.0, shard)
+        rate = self.profile.memory_bytes_per_s
+        return first / rate, np.where(is_at_once, shard, further) / rate
+
     def slows(self) -> Array | float:
         """Return the `Profile.contention` of DDP's all-reduce with the backward that hides it."""
         usual, alone = self.profile.contention, self.profile.contention_alone

@@ -7,7 +7,8 @@ Communication and computation overlap as in meshplan's own runtime:
   unit, whose communication nothing hides. Hidden communication slows the computation that hides it
   by `Profile.contention` times the time of the communication.
 - In mode "shard", gradients are reduce-scattered after every microbatch, and all-reduced across
-  replicas after the last one. "ddp" and "zero1" reduce after the last microbatch only.
+  replicas after the last one. "ddp" and "zero1" reduce after the last microbatch only, and add the
+  whole gradients of each further microbatch to those that are kept.
 - `wrappers.fsdp.gathers_of_block` counts the gathers: parameters that are resharded after forward
   are gathered for every forward and every backward, others only for the first forward of a step.
 - With a split backward (zero bubble), gradients are reduced after the last backward, when no
@@ -179,6 +180,8 @@ def terms(
     at_once = np.where(is_at_once, reduced, 0.0)
     later = reduced - at_once + summed
     grads_at_once_s = np.where(is_at_once, grads_s, 0.0)
+    first_sum, further_sum = rows.accumulation(trained(kind), is_at_once)
+    sums = (first_sum + (rows.microbatches - 1) * further_sum) / rows.microbatches
     for recompute, reshard in OPTIONS:
         backward, use = backwards[recompute], gathers_of_block(reshards=bool(reshard))
         each = at_once + use.backward * (regathers if reshard else gathers)
@@ -192,6 +195,7 @@ def terms(
             later = np.where(is_whole, whole, later)
         end = np.where(halved, usual + later, end)
         usual, end = usual + use.backward * alone, end + use.backward * alone
+        usual, end = usual + further_sum, end + first_sum
         forwards.append(waited if use.forward else forward)
         first.append(usual + exposed_s)
         last.append(end - usual + (use.first_forward - use.forward) * (waited - forward))
@@ -208,8 +212,8 @@ def terms(
         backward_s=backward_s,
         ends_s=ends_s,
         update_s=update,
-        compute_s=forward_c + backward_c,
-        traffic_s=traffic(kind.forward) + traffic(kind.backward),
+        compute_s=forward_c + backward_c + sums,
+        traffic_s=traffic(kind.forward) + traffic(kind.backward) + sums,
         exposed_tp_s=forward_t + backward_t + (1 + scatters) * keys,
         host_s=exposed_s + np.where(has_params_on_host(grid), update / rows.microbatches, 0.0),
         launch_s=forward

@@ -65,6 +65,7 @@ class Case:
         awaited: Places whose unit nothing hides.
         tokens: Of a step, of all GPUs.
         real_s: Of a step.
+        sums_whole: Whether ZeRO-1 all-reduces gradients instead of scattering them.
         stall_s: By how much a step is longer in a job whose network stands still; infinite where
             no job of the source did.
     """
@@ -83,6 +84,7 @@ class Case:
     dtype: str
     tokens: int
     real_s: float
+    sums_whole: bool = False
     stall_s: float = math.inf
 
     @property

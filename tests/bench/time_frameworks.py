@@ -45,7 +45,7 @@ from tests.bench.time_case import (
     shape_of_row,
     sizes_of,
 )
-from tests.bench.time_nanotron import IN_BUCKETS, SUMMED, stall_seconds, write_nanotron
+from tests.bench.time_nanotron import stall_seconds, write_nanotron
 
 
 @cache
@@ -318,6 +318,9 @@ def megatron_case(row: Row, framework: str) -> Case:
         held[last] += stage.last
         stages.append(tuple(held))
     is_zero = parallel.get("zero_stage") == 1
+    # DeepSpeed, runtime/bf16_optimizer.py, adds gradients up in fp32, and reduces these.
+    is_fp32 = "BF16 optimizer" in str(training.get("precision"))
+    reduce = "float32" if is_fp32 else "bfloat16"
     schedule = ("Interleaved1F1B" if virtual > 1 else "1F1B") if pp > 1 else ""
     return Case(
         id=str(row["id"]), group=str(row["group"]),
@@ -328,7 +331,7 @@ def megatron_case(row: Row, framework: str) -> Case:
                    **({"dp_shard": dp} if is_zero else {"dp_replicate": dp})),
         stages=tuple(stages), options=((OPTIONS.index((_MEGATRON_RECOMPUTE[recompute], 0)), 1.0),),
         awaited=frozenset(),
-        precision=Precision(param="bfloat16", reduce="bfloat16"), dtype="bfloat16",
+        precision=Precision(param="bfloat16", reduce=reduce), dtype="bfloat16",
         tokens=tokens,
         real_s=_flops_s(row, samples) if _flops(row) else real_seconds(row, tokens),
     )  # fmt: skip
@@ -390,7 +393,8 @@ def nanotron_case(row: Row) -> Case:
                    **({"dp_shard": dp} if is_zero else {"dp_replicate": dp})),
         stages=tuple(stages), options=((0, 1.0),),
         awaited=frozenset(range(len(chain.kinds))) if is_zero else frozenset(),
-        precision=SUMMED if is_zero else IN_BUCKETS, dtype="float32",
+        precision=Precision(param="bfloat16", reduce="float32"), dtype="float32",
+        sums_whole=is_zero,  # nanotron, trainer.py, `sync_gradients_across_dp`: not scattered.
         tokens=tokens, real_s=real_seconds(row, tokens),
         stall_s=stall_seconds(job, shape),
     )  # fmt: skip

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+from meshplan.cost.collectives import all_reduce
+from meshplan.cost.grid import Array
+from meshplan.cost.rows import Rows, UnitPart
+from meshplan.cost.types import BlockKind
 from meshplan.memory.decoder.sizes import Shape
 from meshplan.memory.tape.tape import Tape
 from meshplan.memory.tape.tape import TapeOp as TapeRow
-from meshplan.spec.spec import Precision
 from tests.bench.frameworks import nanotron
 from tests.bench.frameworks.nanotron_job import Job, buckets_of
 from tests.bench.time_case import Write
@@ -67,7 +70,15 @@ def stall_seconds(job: Job, shape: Shape) -> float:
     return STALL_S * (2 * count + 1 if pp == 2 else 4 * count + 2 * (pp - 3))
 
 
-IN_BUCKETS: Final = Precision(param="bfloat16", reduce="float32")
-SUMMED: Final = Precision(param="bfloat16", reduce="float64")
-"""Under ZeRO-1 gradients in fp32 are summed whole once backward is done, not scattered: twice the
-bytes, which nothing hides. Source: nanotron, trainer.py (`sync_gradients_across_dp`)."""
+class SummedRows(Rows):
+    """Of ZeRO-1, whose gradients are summed whole once backward is done, not scattered.
+
+    Source: nanotron, trainer.py (`sync_gradients_across_dp`).
+    """
+
+    def data(
+        self, kind: BlockKind, parts: tuple[UnitPart, ...]
+    ) -> tuple[Array, Array, Array, Array | None]:
+        gathered, _, summed, whole = super().data(kind, parts)
+        num_bytes = self._unit_numel(kind)[0] * self.widths.reduce
+        return gathered, all_reduce(num_bytes, self.along_shards, self.profile), summed, whole

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 from meshplan.cost.pipeline import crossing_seconds, pipeline_seconds
 from meshplan.cost.profile import Profile, resolve
+from meshplan.cost.rows import Rows, widths_of
 from meshplan.cost.step import terms
 from tests.bench.time_mapping import Case
+from tests.bench.time_nanotron import SummedRows
 
 Array = NDArray[Any]
 
@@ -22,7 +24,7 @@ def batches(cases: Sequence[Case]) -> list[list[int]]:
     out: dict[Any, list[int]] = defaultdict(list)
     for place, case in enumerate(cases):
         key = (case.work, case.cluster.gpus_per_node, case.cluster.inter, case.options,
-               case.precision, case.awaited, case.key)  # fmt: skip
+               case.precision, case.awaited, case.key, case.sums_whole)  # fmt: skip
         out[key].append(place)
     return list(out.values())
 
@@ -38,11 +40,13 @@ def seconds(cases: Sequence[Case], profile: Profile, together: list[list[int]]) 
 def _seconds(cases: Sequence[Case], profile: Profile) -> Array:
     first = cases[0]
     grid = np.concatenate([case.grid for case in cases])
+    widths, per_node = widths_of(first.precision, first.dtype), first.cluster.gpus_per_node
+    rows = (SummedRows if first.sums_whole else Rows)(grid, profile, per_node, widths)
     turn, last = [], []
     for number, kind in enumerate(first.chain.kinds):
         told = terms(
             grid, kind, profile, first.cluster.gpus_per_node, first.precision, dtype=first.dtype,
-            is_awaited=number in first.awaited,
+            is_awaited=number in first.awaited, rows=rows,
         )  # fmt: skip
         options = first.options if kind.has_options else ((0, 1.0),)
         each = told.forward_s + told.backward_s

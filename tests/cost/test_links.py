@@ -141,7 +141,7 @@ def test_links_between_nodes_are_slower_in_larger_jobs():
 
 def test_parameters_gathered_from_neighbours_share_the_switches_too():
     """With two GPUs a node, four neighbours are on two of the job's sixteen nodes."""
-    shared = replace(COUNTING, inter_bytes_per_s=1.0, congestion=0.1)
+    shared = replace(COUNTING, intra_bytes_per_s=9.0, inter_bytes_per_s=1.0, congestion=0.1)
     job_nodes = group_along(row(dp_shard=32), ("dp_shard",), AXES, 2).job_nodes
     assert job_nodes.tolist() == [16]
     near = group(np.array([4.0]), np.array([1.0]), 2, job_nodes)

@@ -237,7 +237,8 @@ def test_stages_are_charged_what_is_forecast(live):
 def test_hidden_communication_costs_its_contention_and_no_more():
     chain = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=2)
     block = chain.kinds[1]
-    fast = replace(REAL, kernel_s=1e-3)  # Launches hide whatever is sent.
+    # Launches hide whatever is sent, and adding up gradients takes no time.
+    fast = replace(REAL, kernel_s=1e-3, memory_bytes_per_s=np.inf)
     grid = row(dp_shard=8, microbatches=4)
     alone = row(microbatches=4, mode="ddp")
     one, many = (terms(g, block, fast, 8, BF16) for g in (alone, grid))
@@ -249,7 +250,7 @@ def test_hidden_communication_costs_its_contention_and_no_more():
     kept, given_back = many.backward_s[0, :2]
     assert kept == pytest.approx(one.backward_s[0, 0] + 0.1 * scatter)
     assert given_back == pytest.approx(one.backward_s[0, 0] + 0.1 * (gather + scatter))
-    bare = terms(grid, block, replace(fast, kernel_s=0.0, launch_s=0.0), 8, BF16)
+    bare = terms(grid, block, replace(REAL, kernel_s=0.0, launch_s=0.0), 8, BF16)
     assert bare.forward_s[0, 1] == pytest.approx(gather + 0.1 * one_compute(block))
     root = terms(grid, chain.kinds[0], fast, 8, BF16)
     alone = terms(row(microbatches=4), chain.kinds[0], fast, 8, BF16)
@@ -259,7 +260,7 @@ def test_hidden_communication_costs_its_contention_and_no_more():
 def test_a_sum_over_ranks_that_are_alone_on_their_nodes_slows_less():
     """DDP over 8 ranks with tp 8, and over 8 of a node: of the first, contention may be another."""
     chain = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=2)
-    fast = replace(REAL, kernel_s=1e-3)
+    fast = replace(REAL, kernel_s=1e-3, memory_bytes_per_s=np.inf)
     free = replace(fast, contention_alone=0.0)
 
     def settle(profile, **sizes):
@@ -326,8 +327,9 @@ def test_a_collective_that_leaves_its_node_takes_longer_whatever_it_sends():
         assert near[0] == near[1]
         assert apart[1] == pytest.approx(apart[0] + 2 * 1e-3)
     # Twice that on four nodes: the seconds are of each doubling.
-    chain = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=2, tp=4).kinds[1]
-    quick, slow = (terms(row(tp=4), chain, p, 1, BF16).forward_s[0, 0] for p in (plain, far))
+    even = from_mapping(LLAMA | {"num_key_value_heads": 4})
+    four = chain_of(even, seq_len=LENGTH, element_bytes=2, tp=4).kinds[1]
+    quick, slow = (terms(row(tp=4), four, p, 1, BF16).forward_s[0, 0] for p in (plain, far))
     assert slow == pytest.approx(quick + 2 * 2e-3)
     assert without(far, network=True).collective_node_s == 0
     # And in the process, where a pipeline makes it wait for each of them.
@@ -358,6 +360,40 @@ def test_recomputation_costs_what_it_runs_again():
     # products are kept, so is what it made.
     assert again[2] - again[0] == LENGTH * 48 * 4
     assert again[1] == again[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "precision", "first", "further"),
+    [
+        ("zero1", BF16, 2 + 4, 2 + 2 * 4),  # Kept in the dtype of the reduction.
+        ("zero1", ALL_BF16, 0, 3 * 2),  # Autograd adds in place.
+        ("ddp", FP32, 0, 3 * 4),
+        ("shard", BF16, 0, (4 + 2 * 4) / 8),  # This rank's shard alone.
+    ],
+)
+def test_gradients_of_further_microbatches_are_added_to_those_kept(mode, precision, first, further):
+    """They took no time, which made a pipeline of many microbatches look fast."""
+    block = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=2).kinds[1]
+    moving = replace(
+        COUNTING, memory_bytes_per_s=1.0, intra_bytes_per_s=np.inf, inter_bytes_per_s=np.inf
+    )
+    axis = "dp_replicate" if mode == "ddp" else "dp_shard"
+
+    def step_s(count):
+        told = terms(row(mode=mode, microbatches=count, **{axis: 8}), block, moving, 8, precision)
+        each = told.forward_s[0, 0] + told.backward_s[0, 0]
+        assert told.seconds[0, 0] * count == pytest.approx(
+            count * each + told.ends_s[0, 0] + told.update_s[0]
+        )
+        return count * each + told.ends_s[0, 0], told.compute_s[0] * count
+
+    numel = sum(block.numels)
+    alone, computed = step_s(1)
+    for count in (2, 5):
+        more = numel * (first + (count - 1) * further)
+        told, of_which = step_s(count)
+        assert told == pytest.approx(count * alone + more)
+        assert of_which == pytest.approx(count * computed + more)
 
 
 def test_an_update_moves_what_is_held():
