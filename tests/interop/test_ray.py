@@ -71,7 +71,8 @@ def losses_under(plan: str, folder: Path) -> dict[int, float]:
         done = subprocess.run(
             [sys.executable, EXAMPLE, path.name, "states"],
             capture_output=True, text=True, cwd=folder, timeout=TIMEOUT_S, check=False,
-            env={**environment, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": short,
+            env={**environment, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+                 "RAY_TMPDIR": short,
                  "RAY_DEDUP_LOGS": "0", "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
     printed = done.stdout + done.stderr
