@@ -232,7 +232,9 @@ class ExternalStep:
         self._stashed = [(p, p.grad) for p in self._parameters() if p.grad is not None]
         for parameter, _ in self._stashed:
             parameter.grad = None
-        return loss.float()
+        # Of the whole plan, so that the dtype is the same in all stages.
+        tensors = state.plan.assignment.tensors.values()
+        return loss if any(each.dtype == "float64" for each in tensors) else loss.float()
 
     def _parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters, and those that a unit has gathered in their place."""

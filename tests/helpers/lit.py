@@ -198,6 +198,17 @@ def planned(name: str, masks: bool = False, extra: Any = None, **more: Any) -> d
         return run(module, strategy, 4, data_ranks(name), masks, **{**SETTINGS, **more})
 
 
+def in_float64(name: str | None = None) -> list[float]:
+    """Return the losses of a model in float64, under a plan or in one process."""
+    torch.manual_seed(0)
+    if name is None:
+        return run(Lit().double(), "auto", 1, 1, False, **SETTINGS)["losses"]
+    module = (Pipelined() if "pp" in name else Lit()).double()
+    with launched():
+        strategy = MeshplanStrategy(plan_of(name))
+        return run(module, strategy, 4, data_ranks(name), False, **SETTINGS)["losses"]
+
+
 QUIET: Final = {
     "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
     "enable_progress_bar": False, "enable_model_summary": False,

@@ -61,6 +61,10 @@ def clipped_by_hand(*kinds):
     return [lit().clipped_by_hand(by) for by in kinds]
 
 
+def in_float64(name):
+    return lit().in_float64(name)
+
+
 def plans(fast):
     return [name if name in fast else pytest.param(name, marks=pytest.mark.wide) for name in PLANS]
 
@@ -86,6 +90,14 @@ def test_all_numbers_are_those_of_one_process(pool, one_process, name):
             if torch.allclose(found["predicted"], expected, atol=1e-5):
                 seen.add(index)
     assert seen == set(range(ranks))
+
+
+@pytest.mark.parametrize("name", plans(("pp_fsdp",)))
+def test_losses_of_a_model_in_float64_have_all_their_digits(pool, name):
+    """A loss of stages that is handed on in float32 is 1e-8 apart."""
+    expected = lit().in_float64()
+    for found in pool(4).run(in_float64, name, timeout=240):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.wide
