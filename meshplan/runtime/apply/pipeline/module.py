@@ -19,6 +19,7 @@ from meshplan.model.graph import around
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.data.data import set_gradient_sync
 from meshplan.runtime.apply.pipeline.answer import as_inputs, broadcast_output
+from meshplan.runtime.apply.pipeline.function import apply_to_stages
 from meshplan.runtime.apply.pipeline.program import make_program
 from meshplan.runtime.apply.pipeline.run import (
     InputForm,
@@ -443,6 +444,14 @@ class PipelinedModule(nn.Module):
         for part in self._parts.values():
             part.module.train(mode)
         return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> PipelinedModule:
+        """Call a function on each module of this rank's stages; call it on all ranks.
+
+        Raises:
+            ApplyError: The function drew random numbers, which would be alike on all stages.
+        """
+        return apply_to_stages(self, self.stage_modules, fn)
 
     def requires_grad_(self, requires_grad: bool = True) -> PipelinedModule:
         """Freeze or unfreeze every parameter; call it on all ranks."""
