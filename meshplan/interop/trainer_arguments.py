@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from meshplan.errors import ApplyError, Problem
+from meshplan.interop.second_strategy import strategy_problems
 from meshplan.plan.plan import Plan
 from meshplan.spec.spec import Spec
 from meshplan.spec.strategies import resolve_mesh
@@ -47,7 +48,7 @@ def check_base(base: Any, kind: type, planned: type) -> None:
 
 def argument_problems(args: Any) -> list[Problem]:
     """Return the arguments of a Trainer that contradict any plan, or each other under one."""
-    problems = []
+    problems = strategy_problems({})
 
     def refuse(is_asked: object, name: str, fix: str) -> None:
         if is_asked:

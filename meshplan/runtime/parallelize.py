@@ -30,12 +30,14 @@ from meshplan.runtime.apply.loss.chunked_loss import chunked_loss_problems
 from meshplan.runtime.apply.parameters.materialize import agree_on_values
 from meshplan.runtime.apply.wrap import apply_plan, exchange, function_of
 from meshplan.runtime.base.batch_agreement import open_groups
+from meshplan.runtime.base.compile import compiles
 from meshplan.runtime.base.launch import torchrun_line
 from meshplan.runtime.base.mesh import device_mesh, ensure_process_group, ranks_per_node
 from meshplan.runtime.base.module_state import own_attributes
 from meshplan.runtime.base.parallel_models import register
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.checks.detours import explain_mixed_losses, refuse_copies_and_casts
+from meshplan.runtime.checks.second_wrapper import refuse_second_wrappers
 from meshplan.runtime.comparisons.batches import watch_batches
 from meshplan.runtime.comparisons.drift import watch_drift
 from meshplan.runtime.comparisons.optimizers import note_replaced, watch_optimizers
@@ -130,10 +132,12 @@ def _parallelize(
     with _untouched_on_error(model):
         values = agree_on_values(model, decided)
         before = [weakref.ref(parameter) for parameter in model.parameters()]
+        is_compiled = compiles(model, decided)
         wrapped = apply_plan(model, decided, mesh, values)
         refuse_whole_tensors(wrapped)
         watch_torch_hooks(wrapped, decided)
         refuse_copies_and_casts(wrapped)
+        refuse_second_wrappers(wrapped, model, is_compiled=is_compiled)
         explain_mixed_losses()
         register(wrapped, decided, mesh)
         watch_batches(wrapped)

@@ -17,6 +17,7 @@ from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DynamoBackend,
+    FullyShardedDataParallelPlugin,
 )
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
@@ -303,6 +304,10 @@ def _errors() -> dict[str, Any]:
         with mock.patch.object(plugin, "backend", DynamoBackend.EAGER):
             make("ddp")
 
+    def launched_by_accelerate() -> Any:  # Of a configuration with DeepSpeed, which is not here.
+        with mock.patch.dict(os.environ, {"ACCELERATE_USE_DEEPSPEED": "true"}):
+            make("ddp")
+
     sgd = partial(torch.optim.SGD, lr=0.1)
     handlers = {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]}
     return {
@@ -330,4 +335,6 @@ def _errors() -> dict[str, Any]:
         "tokens": lambda: stated(loss="tokens"),
         "open": lambda: make('{"version": 1, "mesh": "auto", "strategy": "auto"}').num_processes,
         "compile": compiling,
+        "fsdp": lambda: make("ddp", fsdp_plugin=FullyShardedDataParallelPlugin()),
+        "environment": launched_by_accelerate,
     }

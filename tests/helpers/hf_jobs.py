@@ -9,6 +9,7 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+from unittest import mock
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -392,6 +393,7 @@ def errors_at_construction(folder: str) -> dict[str, str]:
         "fsdp_config": {"later": {"fsdp_config": {"version": 2}}},
         "deepspeed": {"later": {"deepspeed": "zero3.json"}},
         "parallelism": {"later": {"parallelism_config": object()}},
+        "environment": {"variables": {"ACCELERATE_USE_FSDP": "true"}},
         "checkpointing": {"given": {"gradient_checkpointing": True}},
         "dispatch": {"given": {"accelerator_config": {"dispatch_batches": True}}},
         "rebalance": {"given": {"train_sampling_strategy": "batch_rebalance"}},
@@ -406,7 +408,7 @@ def errors_at_construction(folder: str) -> dict[str, str]:
     out = {}
     for name, case in cases.items():
         given, later = case.pop("given", {}), case.pop("later", {})
-        places = case.pop("places", ())
+        places, variables = case.pop("places", ()), case.pop("variables", {})
         args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[], **given)
         for key, value in later.items():
             setattr(args, key, value)
@@ -414,7 +416,8 @@ def errors_at_construction(folder: str) -> dict[str, str]:
         start = (other, args, *places) if places else ()
         if not places:
             more = {"model": other, "args": args, "eval_dataset": Texts(2), **more}
-        out[name] = error_of(lambda s=start, m=more: meshplan.trainer(Trainer)(*s, **m))
+        with mock.patch.dict(os.environ, variables):
+            out[name] = error_of(lambda s=start, m=more: meshplan.trainer(Trainer)(*s, **m))
     return out
 
 

@@ -157,6 +157,8 @@ LOOPS = {
     "tokens": ("loss: tokens, which a loop of accelerate", "accelerator.backward(meshplan.global_"),
     "open": ("leaves its mesh to the planner", "prepare the model before loaders"),
     "compile": ("given a dynamo backend", "say compile: true in the plan"),
+    "fsdp": ("two strategies at once: fsdp_plugin was given", "leave it out; meshplan import"),
+    "environment": ("the environment has ACCELERATE_USE_DEEPSPEED=true", "not with accelerate la"),
 }
 
 

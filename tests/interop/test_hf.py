@@ -168,6 +168,7 @@ AT_CONSTRUCTION = {
     "fsdp_config": ("fsdp_config= was given", "leave it out"),
     "deepspeed": ("deepspeed= was given", "meshplan import translates the file"),
     "parallelism": ("parallelism_config= was given", "leave it out"),
+    "environment": ("the environment has ACCELERATE_USE_FSDP=true", "unset ACCELERATE_USE_FSDP"),
     "checkpointing": ("gradient_checkpointing=True was given", "activation_checkpointing: full"),
     "dispatch": ("accelerator_config.dispatch_batches=True was given", "leave it out"),
     "rebalance": ("train_sampling_strategy='batch_rebalance' was given", "use 'group_by_length'"),

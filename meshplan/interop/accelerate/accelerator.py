@@ -28,6 +28,7 @@ from meshplan.interop.own_loop import (
     ranks_with_own_samples,
     reduction_of,
 )
+from meshplan.interop.second_strategy import strategy_problems
 from meshplan.layout.mesh import DATA_AXES, Mesh
 from meshplan.runtime.apply.wrap import applied, own_module, set_accumulate
 from meshplan.runtime.parallelize import PlanLike, parallelize, spec_of
@@ -77,6 +78,9 @@ class MeshplanAccelerator(Accelerator):
         self._replaced: ReplacedParameters | None = None
         self._planned_state: PlannedState | None = None
         self._planned_optimizer: PlannedOptimizer | None = None
+        # Before accelerate reads them, which fails if DeepSpeed or Megatron-LM is not installed.
+        if problems := strategy_problems(settings):
+            raise ApplyError(problems)
         super().__init__(**settings)
         if problems := [*setting_problems(self), *self._setting_problems()]:
             raise ApplyError(problems)

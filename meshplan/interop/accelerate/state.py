@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from meshplan.errors import ApplyError, Origin, Problem
+from meshplan.interop.second_strategy import NO_STRATEGY, STRATEGIES, strategy_problems
 from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.state.load import load
 from meshplan.runtime.state.save import Stateful, save
@@ -151,10 +152,11 @@ def setting_problems(accelerator: Any) -> list[Problem]:
         problems.append(Problem(what, fix='say Accelerator(mixed_precision="no"), and precision: '
                                           "bf16-mixed in the plan"))  # fmt: skip
     kind = accelerator.distributed_type.name
-    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+    if from_environment := strategy_problems({}):
+        problems += from_environment
+    elif kind in STRATEGIES:
         what = f"the Accelerator runs {kind}, but the plan states how the model is sharded"
-        fix = "start it without this plugin; meshplan import translates its configuration"
-        problems.append(Problem(what, fix=fix))
+        problems.append(Problem(what, fix=NO_STRATEGY))
     return problems
 
 
