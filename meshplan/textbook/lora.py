@@ -19,6 +19,9 @@ ALL_LINEAR: Final = "all-linear"
 """The target that peft calls so: every linear layer but the output head."""
 FORM: Final = "r=16,targets=q_proj:v_proj"
 _FLAG: Final = Origin("--lora")
+_PEFT: Final = {"rank": "r", "target_modules": "targets"}
+"""Keys as peft and others call them."""
+_LINEAR: Final = {"all_linear": ALL_LINEAR}
 _KINDS: Final = ("linear", "conv1d")
 _HEADS: Final = ("lm_head", "embed_out")
 
@@ -44,6 +47,8 @@ class Adapters:
 def read_adapters(text: str) -> Adapters:
     """Read `r=16,targets=q_proj:v_proj`, `r=16,targets=all-linear` or `params=6.8M`.
 
+    Targets may also be separated by + or commas, and the keys may be those of peft's `LoraConfig`.
+
     Raises:
         SpecError: The text has another form.
 
@@ -53,8 +58,13 @@ def read_adapters(text: str) -> Adapters:
     stated: dict[str, str] = {}
     problems = []
     fix = f"write {FORM}, r=16,targets={ALL_LINEAR}, or params=6.8M"
+    last = ""
     for word in text.split(","):
         key, equals, value = (part.strip() for part in word.partition("="))
+        if key and not equals and last == "targets":  # targets=q_proj,v_proj
+            stated[last] += f":{key}"
+            continue
+        key = last = _PEFT.get(key, key)
         if key in stated:
             problems.append(Problem(f"'{key}' is stated twice", _FLAG, "state it once"))
         elif not equals or not value:
@@ -80,7 +90,8 @@ def read_adapters(text: str) -> Adapters:
     if missing := [key for key in ("r", "targets") if key not in stated]:
         what = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         raise SpecError(Problem(what, _FLAG, fix))
-    targets = tuple(dict.fromkeys(name.strip() for name in stated["targets"].split(":")))
+    names = stated["targets"].replace("+", ":").split(":")
+    targets = tuple(dict.fromkeys(_LINEAR.get(each.strip(), each.strip()) for each in names))
     if "" in targets or (ALL_LINEAR in targets and len(targets) > 1):
         what = f"targets={stated['targets']} is no list of names"
         raise SpecError(Problem(what, _FLAG, f"write {FORM}, or targets={ALL_LINEAR}"))

@@ -44,6 +44,10 @@ def run(capsys):
         # As published for this model: "trainable params: 41,943,040".
         ("r=16,targets=all-linear", 41_943_040),
         ("r=1,targets=lm_head", 4096 + 128_256),
+        # Spellings of peft, and separators that are tried first.
+        ("r=16,targets=q_proj+v_proj", 16 * 32 * (2 * 4096 + 4096 + 1024)),
+        ("rank=16, targets=q_proj, v_proj", 16 * 32 * (2 * 4096 + 4096 + 1024)),
+        ("target_modules=all_linear,r=16", 41_943_040),
         ("params=6.8M", 6_800_000),
     ],
 )
@@ -76,7 +80,8 @@ def test_adapters_of_fused_experts_are_no_guess():
         ("", "'' states no value", "r=16"),
         ("r=16,r=8,targets=q", "'r' is stated twice", "state it once"),
         ("r=0,targets=q_proj", "r: ", "r=16"),
-        ("rank=8,targets=q_proj", "'rank' is no key", "r=16"),
+        ("alpha=8,targets=q_proj", "'alpha' is no key", "r=16"),
+        ("r=8,rank=8,targets=q_proj", "'r' is stated twice", "state it once"),
         ("r=8,target=q_proj", "'target' is no key", "did you mean 'targets'?"),
         ("r=8,targets=q_proj:", "is no list of names", "all-linear"),
         ("r=8,targets=all-linear:q_proj", "is no list of names", "all-linear"),
