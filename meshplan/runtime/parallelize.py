@@ -33,7 +33,7 @@ from meshplan.runtime.base.batch_agreement import open_groups
 from meshplan.runtime.base.compile import compiles
 from meshplan.runtime.base.launch import torchrun_line
 from meshplan.runtime.base.mesh import device_mesh, ensure_process_group, ranks_per_node
-from meshplan.runtime.base.module_state import own_attributes
+from meshplan.runtime.base.module_state import has_own_class, own_attributes
 from meshplan.runtime.base.parallel_models import register
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.checks.detours import explain_mixed_losses, refuse_copies_and_casts
@@ -187,6 +187,7 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
         for _, code, reason in decided.assignment.apply
         if (problem := _code_problem(code, reason.origin, allow_code))
     ]
+    problems += _class_problems(model, decided)
     problems += _state_problems(model, decided)
     problems += _sparse_problems(model, decided)
     problems += _alias_problems(model, decided)
@@ -238,6 +239,21 @@ def _check_kind(model: nn.Module) -> None:
             fix = "run the model once before parallelize"
     if what:
         raise ApplyError(Problem(what, fix=fix))
+
+
+def _class_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    """Yield a problem for quantised weights, whose scales would be lost with their class."""
+    own = {name: type(p).__name__ for name, p in model.named_parameters() if has_own_class(p)}
+    if own and plan.assignment.wrapper == "units":
+        name, kind = next(iter(own.items()))
+        more = f", one of {len(own)} such weights" if len(own) > 1 else ""
+        yield Problem(
+            f"{name} is of the class {kind}{more}: class and attributes are lost where FSDP units "
+            "shard a parameter",
+            plan.spec.origin("strategy"),
+            "use strategy: ddp, which keeps frozen quantised weights whole on each rank, or keep "
+            "the quantised values and their scales in buffers of a module of your own",
+        )
 
 
 def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:

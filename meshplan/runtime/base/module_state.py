@@ -21,6 +21,16 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
     return {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE}
 
 
+def has_own_class(parameter: torch.Tensor | None) -> bool:
+    """Return True for a parameter of a subclass of `nn.Parameter`, such as quantised weights have.
+
+    Scales are then attributes of the parameter, which a shard or another tensor does not have.
+    """
+    kind = type(parameter)  # Not that of `isinstance`, which is true of a DTensor, too.
+    lazy = nn.parameter.UninitializedTensorMixin
+    return nn.Parameter in kind.__mro__[1:] and not issubclass(kind, lazy)
+
+
 def plain_attributes(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
     """Return the numbers that modules keep in attributes, such as counts of calls.
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from meshplan.runtime.base.fake_mode import is_fake_execution
-from meshplan.runtime.base.module_state import own_attributes
+from meshplan.runtime.base.module_state import has_own_class, own_attributes
 from meshplan.runtime.torch_private.values import versions_kept
 
 _ASIDE: Final[ContextVar[bool]] = ContextVar("aside", default=False)
@@ -29,7 +29,9 @@ def dry_run(module: nn.Module, *, evaluates: bool = True) -> Iterator[None]:
 
     Evaluation mode turns dropout off, so that two runs are comparable. Afterwards buffers and
     attributes have their previous values, even if a forward wrote into them in place. A container
-    inside the list, tuple or dict of an attribute is not restored.
+    inside the list, tuple or dict of an attribute is not restored. Modules with parameters of a
+    class of their own, such as quantised ones, keep their mode: bitsandbytes packs weights for
+    good in their first evaluation on some CPUs, and gives no gradients from then on.
 
     Args:
         module: The module that the `with` block runs.
@@ -41,7 +43,8 @@ def dry_run(module: nn.Module, *, evaluates: bool = True) -> Iterator[None]:
     token = _ASIDE.set(True)
     with untouched(values):
         for m, _ in modes if evaluates else ():
-            m.training = False
+            if not any(has_own_class(each) for each in m._parameters.values()):
+                m.training = False
         try:
             yield
         finally:
