@@ -176,6 +176,22 @@ def test_a_plan_that_a_tool_cannot_train_is_no_file(tmp_path, capsys):
                                             "parallelism_config_dp_shard_size": 4}  # fmt: skip
 
 
+@pytest.mark.parametrize(("tool", "keys"), [
+    ("accelerate", ("num_processes", "num_machines")), ("lightning", ("devices", "num_nodes")),
+])  # fmt: skip
+def test_ranks_of_an_axis_that_a_file_lacks_are_left_out(tool, keys):
+    """Eight ranks beside axes of four contradict each other, which accelerate refuses."""
+    plan = {"version": 1, "mesh": {"pp": 2, "dp_shard": 4}, "pipeline": {"microbatches": 2},
+            "hardware": {"nodes": 1, "gpus_per_node": 8}}  # fmt: skip
+    exported = export_spec(load_spec(plan), tool, TOOLS)
+    assert exported.is_decisive
+    assert not [key for key in keys if key in exported.text], exported.text
+    whys = {statement.partition(":")[0]: why for statement, why in exported.unsaid}
+    assert "the file lacks mesh.pp" in whys["hardware.nodes"]
+    whole = export_spec(load_spec({**plan, "mesh": {"dp_shard": 8}, "pipeline": None}), tool, TOOLS)
+    assert all(key in whole.text for key in keys)
+
+
 def test_what_is_left_to_the_planner_cannot_be_exported(tmp_path):
     with pytest.raises(PlanError, match="'strategy' is left to the planner"):
         export_spec(load_spec({"version": 1, "strategy": "auto"}), "hf", TOOLS)

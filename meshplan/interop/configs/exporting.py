@@ -64,6 +64,14 @@ def export_spec(spec: Spec, to: str, tools: Mapping[str, ConfigTool]) -> Exporte
     translated = stated.keys() - facts.keys() - whys.keys()
     tree: dict[str, Any] = {}
     said = _write(tool, facts, tree) | translated
+    if lost := _lost_axes(stated, said, whys):
+        # So many ranks would contradict the axes that the file has, which tools refuse or fill up.
+        for name in _LAUNCHED:
+            if name in said:
+                whys[name] = f"the file lacks {join(lost)}: its axes have fewer ranks"
+        tree = {}
+        kept = {name: value for name, value in facts.items() if name not in whys}
+        said = _write(tool, kept, tree) | translated
     _imply_batch(stated, said)
     if "strategy" not in whys:
         _imply_data_axis(stated, said)
@@ -88,6 +96,15 @@ def export_spec(spec: Spec, to: str, tools: Mapping[str, ConfigTool]) -> Exporte
         ),
         is_decisive=any(whys.get(name) != _OUTSIDE for name in decisive),
     )
+
+
+def _lost_axes(facts: Facts, said: set[str], whys: Mapping[str, str]) -> list[str]:
+    """Return the axes, besides data axes, that a tool has no key for."""
+    return [
+        name for name, size in facts.items()
+        if name in ("mesh.pp", "mesh.cp", "mesh.tp") and size > 1
+        and (name in whys or name not in said)
+    ]  # fmt: skip
 
 
 def _write(tool: ConfigTool, facts: Facts, tree: dict[str, Any]) -> set[str]:

