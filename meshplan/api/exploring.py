@@ -14,7 +14,7 @@ from meshplan.api.in_force import find_model, spec_in_force
 from meshplan.api.source import PlanSource, Source, SourceArguments
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.model.blueprint import from_config
-from meshplan.model.rehearsal import Rehearse
+from meshplan.model.rehearsal import Rehearser
 from meshplan.pictures.base.palette import theme_of
 from meshplan.pictures.explored import Knobs, Scene, knobs_of, png_of, scene_of
 from meshplan.pictures.mesh.counted import counted_plan
@@ -60,7 +60,7 @@ def explore(
     return Explorer(start, gpu=source.gpu, memory=source.memory, theme=theme, rehearse=rehearse)
 
 
-def _start(plan: PlanSource | Spec | Plan, source: Source) -> tuple[Plan, Rehearse | None]:
+def _start(plan: PlanSource | Spec | Plan, source: Source) -> tuple[Plan, Rehearser | None]:
     """Return the plan before any slider is moved, and its `rehearse` argument of `make_plan`.
 
     The latter is None unless the model is a Python function.
@@ -114,7 +114,7 @@ class Explorer:
         gpu: str | None,
         memory: str | int | None,
         theme: str,
-        rehearse: Rehearse | None = None,
+        rehearse: Rehearser | None = None,
     ) -> None:
         self.plan, self._theme = plan, theme
         self._scene_at: Callable[[Knobs], Scene] = lru_cache(_KEPT)(

@@ -14,7 +14,7 @@ from meshplan.api.source import Source
 from meshplan.errors import Origin
 from meshplan.model.blueprint import from_config
 from meshplan.model.graph import ModelGraph
-from meshplan.model.rehearsal import Rehearse
+from meshplan.model.rehearsal import Rehearser
 from meshplan.spec.spec import Spec
 from meshplan.textbook.inputs import graph_of, questions
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from meshplan.planner.lock.lock import Lock
     from meshplan.planner.problem.decision import PlanRequest
 
-Found = tuple[ModelGraph, Rehearse | None]
+Found = tuple[ModelGraph, Rehearser | None]
 WITHOUT_MODEL = "rules, heads and shapes were not checked"
 
 
 def find_model(
     spec: Spec, source: Source
-) -> tuple[ModelGraph | None, tuple[str, ...], Rehearse | None]:
+) -> tuple[ModelGraph | None, tuple[str, ...], Rehearser | None]:
     """Build the graph of the model that the caller or the plan names.
 
     Args:
@@ -99,7 +99,7 @@ def spec_in_force(
     noted: Callable[[str], None],
     report: Callable[[str], None] = lambda text: None,
     lock: Lock | None = None,
-) -> tuple[Spec, ModelGraph, Rehearse | None]:
+) -> tuple[Spec, ModelGraph, Rehearser | None]:
     """Return the spec with its open fields filled in: from the lock, by a search, or by defaults.
 
     Args:

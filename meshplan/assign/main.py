@@ -32,7 +32,7 @@ from meshplan.layout.layout import Layout
 from meshplan.layout.mesh import GRADIENT_AXES, Axis, Mesh
 from meshplan.layout.styles import parse_placement
 from meshplan.model.graph import ModelGraph, TensorInfo, is_inside
-from meshplan.model.rehearsal import Rehearse
+from meshplan.model.rehearsal import Rehearser
 from meshplan.spec.compatibility import clashes
 from meshplan.spec.spec import Spec
 from meshplan.spec.strategies import Strategy, resolve_mesh
@@ -44,7 +44,7 @@ def assign(
     *,
     world_size: int | None = None,
     gpus_per_node: int | None = None,
-    rehearse: Rehearse | None = None,
+    rehearse: Rehearser | None = None,
 ) -> Assignment:
     """Return every decision for the model `graph` under the plan `spec`.
 
@@ -53,8 +53,8 @@ def assign(
         graph: The model.
         world_size: Number of ranks of the running job; None on the command line.
         gpus_per_node: Number of ranks on one machine of the running job; None on the command line.
-        rehearse: Function that runs a live model on local shapes, as one rank of tp
-            (`runtime.trace.rehearse`); needed for `tp_plan: auto`.
+        rehearse: Runs a live model on local shapes, as one rank of tp (`runtime.trace.rehearse`);
+            needed for `tp_plan: auto`.
 
     Raises:
         PlanError: The plan does not work for this model. The error has every problem found:

@@ -65,6 +65,9 @@ class Op:
         mutates: Value ids of the overwritten tensors before the write.
         rewrites: Value ids of the same tensors after the write, in the same order; they are also in
             `outputs`.
+
+    Attributes:
+        inputs: Value ids of the tensor arguments, each once, in order.
     """
 
     name: str
@@ -76,12 +79,11 @@ class Op:
     is_random: bool = False
     mutates: tuple[int, ...] = ()
     rewrites: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        """Value ids of the tensor arguments, each once, in order."""
+    def __post_init__(self) -> None:
         found = (*refs(self.args), *refs(tuple(self.kwargs.values())))
-        return tuple(dict.fromkeys(found))
+        object.__setattr__(self, "inputs", tuple(dict.fromkeys(found)))
 
 
 UPDATE = "meshplan.update"

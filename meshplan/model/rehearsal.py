@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from meshplan.model.flow import Flow
+from meshplan.model.graph import ModelGraph
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +65,38 @@ class Stopped:
     text: str
 
 
-Rehearse = Callable[[Rehearsal], Flow | Stopped]
-"""Function that runs a rehearsal of one live model: it returns the recorded forward, or the error
-that the model's code raised.
-"""
+class Rehearser:
+    """Runs rehearsals of one live model, and keeps what was derived with them.
+
+    A search decides hundreds of plans for one model, which differ in few ways that matter for tp.
+
+    Args:
+        run: Function that runs a rehearsal: it returns the recorded forward, or the error that the
+            model's code raised.
+    """
+
+    def __init__(self, run: Callable[[Rehearsal], Flow | Stopped]) -> None:
+        self._run = run
+        self._known: dict[Hashable, Flow | Stopped] = {}
+        # With the graph itself, so that no other graph gets its id while the result is kept.
+        self._derived: dict[Hashable, tuple[ModelGraph, Any]] = {}
+
+    def __call__(self, what: Rehearsal) -> Flow | Stopped:
+        """Return the result of a rehearsal; equal ones run once."""
+        if what.key not in self._known:
+            self._known[what.key] = self._run(what)
+        return self._known[what.key]
+
+    def once(self, graph: ModelGraph, key: Hashable, derive: Callable[[], T]) -> T:
+        """Return `derive()`, which is called once for each graph and key.
+
+        Args:
+            graph: The graph of the model.
+            key: All that the result depends on besides the graph and the rehearsals.
+            derive: Derives the result, which nobody may change.
+        """
+        found = self._derived.get((id(graph), key))
+        if found is None:
+            found = self._derived[id(graph), key] = graph, derive()
+        result: T = found[1]
+        return result

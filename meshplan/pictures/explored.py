@@ -18,7 +18,7 @@ import numpy as np
 
 from meshplan.errors import MeshplanError, Origin, Problem
 from meshplan.layout.mesh import DATA_AXES
-from meshplan.model.rehearsal import Rehearse
+from meshplan.model.rehearsal import Rehearser
 from meshplan.pictures.base.page import EDGE, TEXT, WIDTH, Sheet, wrapped, write
 from meshplan.pictures.base.palette import Theme, theme_of
 from meshplan.pictures.base.types import Picture
@@ -179,7 +179,7 @@ def scene_of(
     theme: str = "light",
     gpu: str | None = None,
     memory: str | int | None = None,
-    rehearse: Rehearse | None = None,
+    rehearse: Rehearser | None = None,
 ) -> Scene:
     """Return the texts and pictures of a plan with other settings.
 

@@ -17,7 +17,7 @@ from meshplan.assign.base.not_yet import not_yet
 from meshplan.errors import PlanError, Problem, UnstatedError
 from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES, Mesh
 from meshplan.model.graph import ModelGraph
-from meshplan.model.rehearsal import Rehearse
+from meshplan.model.rehearsal import Rehearser
 from meshplan.shown import shown, view
 from meshplan.spec.compatibility import clashes
 from meshplan.spec.contradictions import split_batch
@@ -187,7 +187,7 @@ def make_plan(
     *,
     world_size: int | None = None,
     gpus_per_node: int | None = None,
-    rehearse: Rehearse | None = None,
+    rehearse: Rehearser | None = None,
 ) -> Plan:
     """Return the plan that a spec declares for a model.
 
@@ -196,8 +196,8 @@ def make_plan(
         graph: The model.
         world_size: Number of ranks of the running job; None uses `hardware:` or the mesh itself.
         gpus_per_node: Number of ranks on one machine of the running job; None uses `hardware:`.
-        rehearse: Function that runs a live model on local shapes, as one rank of tp
-            (`runtime.trace.rehearse`); needed for `tp_plan: auto`.
+        rehearse: Runs a live model on local shapes, as one rank of tp (`runtime.trace.rehearse`);
+            needed for `tp_plan: auto`.
 
     Raises:
         PlanError: The spec does not work for this model; the error has every problem found.

@@ -238,7 +238,7 @@ def _logs(tier: int, question: Any, plan: Any, ranks: Sequence[int]) -> list[Any
 
     if tier == 1:
         return [each.log for each in composed.composed(question, plan, ranks)]
-    return [estimate._fake_step(question, rank).log for rank in ranks]
+    return [estimate._fake_step(question, plan, rank).log for rank in ranks]
 
 
 def _words(plan: Mapping[str, Any]) -> Iterator[str]:

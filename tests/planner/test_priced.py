@@ -9,6 +9,7 @@ rank of tp repeats counted for all.
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -22,9 +23,13 @@ from meshplan.errors import Origin
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import cluster_of, request_of_file
 from meshplan.planner.tables.whole_plan import Costed
+from meshplan.runtime.estimate import composed, estimate
 from meshplan.runtime.estimate.request import EstimateRequest
 from meshplan.runtime.estimate.scale_down import ModelSource
+from meshplan.runtime.live import priced as priced_module
 from meshplan.runtime.live.priced import priced
+from meshplan.runtime.trace import rehearse
+from meshplan.runtime.trace.ops import record
 from meshplan.spec.reader import load_spec
 
 PIPELINE = {"schedule": "1F1B", "microbatches": 4}
@@ -192,6 +197,32 @@ def test_a_model_as_it_runs_takes_as_long_as_its_config_says(layout, more, write
     assert as_run.seconds == pytest.approx(by_config.seconds, rel=0.15)
     job = PlanningProblem(request_of_file(path, ["mesh={dp_shard: 4}", "strategy=full_shard"]))
     assert found.flops == pytest.approx(job.chain_at(1).flops, rel=0.01)
+
+
+def test_the_forward_of_a_stated_plan_is_recorded_once_for_all_ranks(write, monkeypatch):
+    """The plan is decided for memory and costs together, and sent to the processes that trace."""
+    path, recorded, ran = write(plan_of("pp x tp")), [], []
+
+    def record_and_count(model: Any, inputs: Any) -> Any:
+        recorded.append(model)
+        return record(model, inputs)
+
+    def run_here(function: Any, tasks: Any) -> list[Any]:
+        ran.extend(tasks)
+        return [function(*task) for task in pickle.loads(pickle.dumps(tasks))]
+
+    monkeypatch.setattr(rehearse, "record", record_and_count)
+    source = ModelSource(entry=MODEL, origin=Origin(path))
+    request = EstimateRequest(spec=load_spec(path), source=source, device="h100-sxm-80gb")
+    by_subprocesses = priced(request, print)
+    recorded.clear()
+    for module in (composed, estimate, priced_module):
+        monkeypatch.setattr(module, "run_in_subprocesses", run_here)
+    found = priced(request, print)
+    assert len(recorded) == 1
+    assert len(ran) == 1 + 2  # The costs, and a rank of each stage.
+    assert (found.chain, found.flops) == (by_subprocesses.chain, by_subprocesses.flops)
+    assert found.memory == by_subprocesses.memory
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "full_shard"])

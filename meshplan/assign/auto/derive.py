@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -23,8 +23,8 @@ from meshplan.layout.layout import Piece
 from meshplan.layout.mesh import Mesh
 from meshplan.model.dims import classify
 from meshplan.model.graph import ModelGraph, pattern_of
-from meshplan.model.rehearsal import Rehearse
-from meshplan.spec.spec import AUTO, Spec
+from meshplan.model.rehearsal import Rehearser
+from meshplan.spec.spec import AUTO, Rule, Spec
 
 _FIELD = "place.tp"
 _EP_FIELD = "place.ep"
@@ -66,7 +66,7 @@ class Derived:
 
 
 def derive(
-    spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh, rehearse: Rehearse | None
+    spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh, rehearse: Rehearser | None
 ) -> Derived:
     """Return the styles of all modules that the plan leaves to `auto`."""
     origin = _asked(spec)
@@ -97,9 +97,53 @@ def derive(
             return Derived(problems=(_no_stream(spec, str(error)),))
     if graph.flow is None or rehearse is None:
         return Derived(problems=(_no_flow(origin),))
-    flow_uses = FlowUses(graph, classify(graph.flow))
+    choosing = (size, spec.tp_plan, tuple(map(_decides, spec.rules)))
+    saying = (spec.sequence_parallel, spec.loss_parallel, origin, spec.origin("sequence_parallel"))
+
+    def proved() -> Derived:
+        return _proved(spec, graph, size, may_cut, rehearse, choosing, origin)
+
+    return rehearse.once(graph, (*choosing, *saying), proved)
+
+
+def _decides(rule: Rule) -> Hashable:
+    """Return what a rule says on which modules `auto` may shard: all that `may_cut` reads of it.
+
+    The cascade notes which rules were read. `assign_tp` and `assign_ep` read the same statements,
+    so no rule counts as overridden if `may_cut` is not asked again.
+    """
+    return rule.match, rule.place.get("tp"), rule.place.get("ep")
+
+
+def _proved(
+    spec: Spec,
+    graph: ModelGraph,
+    size: int,
+    may_cut: Callable[[str], bool],
+    rehearse: Rehearser,
+    choosing: Hashable,
+    origin: Origin,
+) -> Derived:
+    """Return the styles that the recorded forward of a model implies.
+
+    Args:
+        spec: The plan.
+        graph: The model, with its recorded forward.
+        size: Number of ranks of tp.
+        may_cut: Function that returns True if the plan lets `auto` decide about a module.
+        rehearse: Runs the model on local shapes.
+        choosing: All that the choice of regions depends on besides the graph and the rehearsals.
+        origin: Place in the plan that states `auto`.
+    """
+
+    def chosen() -> tuple[FlowUses, CutChoice]:
+        assert graph.flow is not None
+        flow = graph.flow
+        uses = rehearse.once(graph, "uses", lambda: FlowUses(graph, classify(flow)))
+        return uses, choose(uses, size, may_cut, Rehearsals(uses, rehearse, size))
+
+    flow_uses, choice = rehearse.once(graph, choosing, chosen)
     rehearsals = Rehearsals(flow_uses, rehearse, size)
-    choice = choose(flow_uses, size, may_cut, rehearsals)
     whole = _whole(flow_uses, choice, may_cut)
     if not choice.regions and not choice.gathered:
         alone = [] if spec.sequence_parallel else projections(flow_uses, size, may_cut)

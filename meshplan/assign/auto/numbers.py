@@ -18,7 +18,7 @@ from meshplan.assign.auto.comparison import Divergence, compare
 from meshplan.assign.auto.regions import FlowUses, Region
 from meshplan.assign.auto.stream import Stream
 from meshplan.model.graph import is_inside
-from meshplan.model.rehearsal import Rehearsal, Rehearse, Stopped
+from meshplan.model.rehearsal import Rehearsal, Rehearser, Stopped
 
 _LEVELS: Final = 3
 """Number of modules around the diverging operation, innermost first, whose attributes are tried."""
@@ -52,7 +52,7 @@ class Rehearsals:
 
     Args:
         flow_uses: The recorded forward.
-        rehearse: Function that runs one rehearsal.
+        rehearse: Runs a rehearsal.
         size: Number of ranks of tp.
         tries: Number of rehearsals in the current call of `find`.
         before: Number of rehearsals in earlier calls of `find`.
@@ -60,7 +60,7 @@ class Rehearsals:
     """
 
     flow_uses: FlowUses
-    rehearse: Rehearse
+    rehearse: Rehearser
     size: int
     tries: int = 0
     before: int = 0

@@ -22,7 +22,12 @@ from meshplan.memory.replay.step import composed_log
 from meshplan.plan.plan import Plan
 from meshplan.runtime.base.batch import mapped, microbatch
 from meshplan.runtime.base.subprocess_pool import run_in_subprocesses
-from meshplan.runtime.estimate.request import EstimateRequest, FakeStepResult, decided
+from meshplan.runtime.estimate.request import (
+    EstimateRequest,
+    FakeStepResult,
+    built_without_memory,
+    for_subprocess,
+)
 from meshplan.runtime.fake_step.default_loop import loop_of
 from meshplan.runtime.fake_step.equal_blocks import runs_of
 from meshplan.runtime.fake_step.microbatch import trace_microbatch
@@ -59,7 +64,8 @@ def composed(request: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> list
     except PlanError as error:
         raise NotComposedError(error.problems[0].what) from None
     alike = alike_ranks(plan, ranks)
-    found = run_in_subprocesses(_compose, [(request, same) for same in alike])
+    sent = for_subprocess(plan)
+    found = run_in_subprocesses(_compose, [(request, sent, same) for same in alike])
     refused = next((each for each in found if isinstance(each, str)), None)
     if refused is not None:
         raise NotComposedError(refused)
@@ -82,7 +88,7 @@ def alike_ranks(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
 
 
 def _compose(
-    request: EstimateRequest, ranks: Sequence[int]
+    request: EstimateRequest, plan: Plan, ranks: Sequence[int]
 ) -> tuple[list[EventLog], tuple[tuple[str, str], ...]] | str:
     """Trace a microbatch and compose the steps of ranks that compute the same; a subprocess's task.
 
@@ -90,7 +96,7 @@ def _compose(
         (a log for each rank, assumptions as in `DefaultLoop`), or the reason why the step cannot be
         composed.
     """
-    model, plan = decided(request.spec, request.source)
+    model = built_without_memory(request.source).train()
     warnings.simplefilter("ignore")
     try:
         loop = loop_of(model, plan)

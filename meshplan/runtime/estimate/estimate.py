@@ -29,7 +29,13 @@ from meshplan.runtime.estimate.composed import (
     composed,
     is_cheaper,
 )
-from meshplan.runtime.estimate.request import EstimateRequest, FakeStepResult, decided
+from meshplan.runtime.estimate.request import (
+    EstimateRequest,
+    FakeStepResult,
+    built_without_memory,
+    decided,
+    for_subprocess,
+)
 from meshplan.runtime.estimate.tried import try_forward
 from meshplan.runtime.fake_step.default_loop import DefaultLoop, check_stated, loop_of
 from meshplan.runtime.fake_step.few_microbatches import num_traced
@@ -83,6 +89,7 @@ def estimate_by_trace(
     report: Callable[[str], None],
     notes: Sequence[str] = (),
     composed_of: Callable[[int], FakeStepResult] | None = None,
+    known: tuple[nn.Module, Plan] | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of every rank by fake steps.
 
@@ -92,13 +99,14 @@ def estimate_by_trace(
         notes: Notes to the user that the estimate must include.
         composed_of: Returns the composed step of a rank, if its microbatches are traced already;
             None to trace them here.
+        known: What `decided` returns for the request, if it is known already.
 
     Raises:
         SpecError: The model cannot be built, or its inputs are not stated and cannot be guessed.
         PlanError: The plan does not fit the model, leaves too much open, or its step cannot be
             traced.
     """
-    model, plan = decided(request.spec, request.source)
+    model, plan = decided(request.spec, request.source) if known is None else known
     check_stated(request.spec, plan.micro, reads_tokens=False)
     groups = equal_ranks(plan.assignment)
     firsts = [ranks[0] for ranks in groups]
@@ -108,7 +116,7 @@ def estimate_by_trace(
         else:
             answer = _logs(request, model, plan, firsts, report)
     except UnknownShapeError as error:
-        answer = _bounded(request, firsts, report, error)
+        answer = _bounded(request, plan, firsts, report, error)
     found = assemble(
         plan,
         groups,
@@ -170,7 +178,8 @@ def _logs(
             why = f"; the step cannot be composed: {error}"
     check_played(plan, is_whole=True)
     report(f"tracing a step of {words}")
-    imagined = run_in_subprocesses(_fake_step, [(request, rank) for rank in ranks])
+    sent = for_subprocess(plan)
+    imagined = run_in_subprocesses(_fake_step, [(request, sent, rank) for rank in ranks])
     logs = [each.log for each in imagined]
     whole = _TieredLogs(logs, imagined[0].assumed, Tier.WHOLE, _ALL_TRACED + why)
     return _beside_composed(request, plan, ranks, whole)
@@ -249,6 +258,7 @@ def _beside_composed(
 
 def _bounded(
     request: EstimateRequest,
+    plan: Plan,
     ranks: Sequence[int],
     report: Callable[[str], None],
     error: UnknownShapeError,
@@ -257,6 +267,7 @@ def _bounded(
 
     Args:
         request: The request.
+        plan: The plan.
         ranks: The ranks to trace.
         report: Progress callback.
         error: Names the operator whose result has such a size.
@@ -267,7 +278,8 @@ def _bounded(
     (problem,) = error.problems
     report("tracing the step with all data-dependent operators at their maximum size")
     try:
-        found = run_in_subprocesses(_fake_step_at_most, [(request, rank) for rank in ranks])
+        sent = for_subprocess(plan)
+        found = run_in_subprocesses(_fake_step_at_most, [(request, sent, rank) for rank in ranks])
     except UnknownShapeError:
         raise PlanError(problem) from None
     refused = next((each for each in found if isinstance(each, str)), None)
@@ -283,7 +295,7 @@ def _bounded(
 
 
 def _fake_step_at_most(
-    request: EstimateRequest, rank: int
+    request: EstimateRequest, plan: Plan, rank: int
 ) -> tuple[FakeStepResult, EventLog | None] | str:
     """Trace one rank's step with data-dependent operators at their maximum size, and at half of it.
 
@@ -291,7 +303,7 @@ def _fake_step_at_most(
         (result with the maximum sizes, log that is a lower bound), or the reason why the first is
         no upper bound. The log is None if shapes depend on values, whose minimum is not known.
     """
-    model, plan = decided(request.spec, request.source)
+    model = built_without_memory(request.source).train()
     with picking(everything):
         most = _fake_steps(model, plan, request, rank)
     with picking(half, has_buffers=False) as picks:
@@ -303,9 +315,9 @@ def _fake_step_at_most(
     return most, None if picks.are_used else less.log
 
 
-def _fake_step(request: EstimateRequest, rank: int) -> FakeStepResult:
+def _fake_step(request: EstimateRequest, plan: Plan, rank: int) -> FakeStepResult:
     """Trace one rank's step; the task of a subprocess."""
-    model, plan = decided(request.spec, request.source)
+    model = built_without_memory(request.source).train()
     return _fake_steps(model, plan, request, rank)
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import nn
 
-from meshplan.errors import Origin, SpecError
+from meshplan.errors import Origin, PlanError, SpecError
 from meshplan.layout.hardware import SOME_GPU
 from meshplan.memory.log.events import EventLog
+from meshplan.model.graph import ModelGraph
+from meshplan.model.rehearsal import Rehearser
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.runtime.estimate.scale_down import ModelSource, model_of_source
 from meshplan.runtime.torch_private.fakes import fake_mode
@@ -81,10 +85,67 @@ def decided_of(model: nn.Module, spec: Spec, origin: Origin | None) -> Plan:
     Raises:
         PlanError: The plan does not fit the model, or the forward cannot be recorded.
     """
-    if not spec.reads_flow:
-        return make_plan(spec, graph_of(model))
-    graph, rehearse = recorded(model, spec, origin)
-    return make_plan(spec, graph, rehearse=rehearse)
+    return PlanDecider(model, spec, origin).decide(spec)
+
+
+def for_subprocess(plan: Plan) -> Plan:
+    """Return a plan without the recorded forward, which nothing reads once the plan is decided.
+
+    The recorded forward takes megabytes, and its operations may have arguments that cannot be
+    pickled.
+    """
+    return replace(plan, graph=replace(plan.graph, flow=None))
+
+
+class PlanDecider:
+    """Decides plans for one live model, whose forward is recorded once for all of them.
+
+    Args:
+        model: The model, on any device. It is copied, and its values are not read.
+        inputs: A spec that states the inputs on which all plans' forward is recorded.
+        origin: Place where the user named the model; None if there is none.
+        graph: The graph of the model, if it exists already.
+        report: Called with lines on the progress.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Spec,
+        origin: Origin | None,
+        *,
+        graph: ModelGraph | None = None,
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.model = model
+        self._inputs, self._origin, self._report = inputs, origin, report
+        self._stated_graph = graph
+
+    def decide(self, spec: Spec) -> Plan:
+        """Return the plan that a spec declares for the model.
+
+        Raises:
+            PlanError: The plan does not fit the model, or the forward cannot be recorded.
+        """
+        if not spec.reads_flow:
+            return make_plan(spec, self._graph)
+        if isinstance(self._recorded, PlanError):
+            raise PlanError(self._recorded.problems)
+        graph, rehearse = self._recorded
+        return make_plan(spec, graph, rehearse=rehearse)
+
+    @cached_property
+    def _graph(self) -> ModelGraph:
+        return graph_of(self.model) if self._stated_graph is None else self._stated_graph
+
+    @cached_property
+    def _recorded(self) -> tuple[ModelGraph, Rehearser] | PlanError:
+        """The graph with the recorded forward, or why the forward cannot be recorded."""
+        self._report(f"recording the forward of {type(self.model).__name__}")
+        try:
+            return recorded(self.model, self._inputs, self._origin)
+        except PlanError as error:
+            return error
 
 
 def built_without_memory(source: ModelSource) -> nn.Module:

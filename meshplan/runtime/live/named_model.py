@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from meshplan.errors import Origin
 from meshplan.model.graph import ModelGraph
-from meshplan.model.rehearsal import Rehearse
+from meshplan.model.rehearsal import Rehearser
 from meshplan.runtime.trace.entry import model_of_entry
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.spec import Spec
 
 
-def live_graph(entry: str, origin: Origin, spec: Spec) -> tuple[ModelGraph, Rehearse | None]:
+def live_graph(entry: str, origin: Origin, spec: Spec) -> tuple[ModelGraph, Rehearser | None]:
     """Build the model that "pkg.mod:function" names, and return (graph, rehearse).
 
     If the plan needs a recorded forward (`Spec.reads_flow`), the graph has it as `flow`, and

@@ -22,9 +22,14 @@ from meshplan.planner.space.trials import with_axes
 from meshplan.runtime.base.batch import mapped
 from meshplan.runtime.base.subprocess_pool import run_in_subprocesses
 from meshplan.runtime.estimate.estimate import estimate_by_trace
-from meshplan.runtime.estimate.request import EstimateRequest, decided, decided_of
+from meshplan.runtime.estimate.request import (
+    EstimateRequest,
+    PlanDecider,
+    built_without_memory,
+    for_subprocess,
+)
 from meshplan.runtime.estimate.scale_down import ModelSource
-from meshplan.runtime.fake_step.chain import chain_as_run, check_speed, staged_of
+from meshplan.runtime.fake_step.chain import Staged, chain_as_run, check_speed, staged_of
 from meshplan.runtime.fake_step.costs import MicrobatchCosts, watch_rank, with_recompute
 from meshplan.runtime.fake_step.default_loop import loop_of
 from meshplan.runtime.trace.bounds import UnknownShapeError, everything, picking
@@ -59,24 +64,34 @@ def priced_as_stated(
     return priced(request, report)
 
 
-def priced(request: EstimateRequest, report: Callable[[str], None]) -> Priced:
+def priced(
+    request: EstimateRequest, report: Callable[[str], None], decider: PlanDecider | None = None
+) -> Priced:
     """Return the memory and the costs of a plan as it is stated.
 
     Args:
         request: The request. Its spec leaves no field open.
         report: Called with lines on the progress.
+        decider: Decides plans for the model; None to make it from the request.
 
     Raises:
         SpecError: The model cannot be built.
         PlanError: The plan does not fit the model, its step cannot be traced, or the speed of some
             of its operators is not known.
     """
-    model, plan = decided(request.spec, request.source)
-    memory = estimate_by_trace(request, report)
-    report(f"counting the operations of a rank in a microbatch of {type(model).__name__}")
-    (found,) = run_in_subprocesses(_ran, [(request, _micro(plan))])
+    if decider is None:
+        model = built_without_memory(request.source).train()
+        decider = PlanDecider(model, request.spec, request.source.origin)
+    plan = decider.decide(request.spec)
+    memory = estimate_by_trace(request, report, known=(decider.model, plan))
+    report(f"counting the operations of a rank in a microbatch of {type(decider.model).__name__}")
+    axes = {axis: plan.mesh.size(axis) for axis in ("tp", "ep") if plan.mesh.size(axis) > 1}
+    parted = for_subprocess(decider.decide(_unparted(request.spec, axes, _micro(plan))))
+    alone = for_subprocess(decider.decide(_unparted(request.spec, {}, _FEW)))
+    staged = staged_of(plan) if plan.assignment.stages is not None else None
+    (found,) = run_in_subprocesses(_ran, [(request, parted, alone, staged)])
     check_speed(
-        model, plan, flops=found.flops, convolved=found.convolved, unknown=found.unknown,
+        decider.model, plan, flops=found.flops, convolved=found.convolved, unknown=found.unknown,
         origin=request.source.origin, report=report,
     )  # fmt: skip
     return Priced(plan, memory, found.chain, found.flops)
@@ -105,32 +120,36 @@ class _Ran(NamedTuple):
     unknown: frozenset[str]
 
 
-def _ran(request: EstimateRequest, micro: int) -> _Ran:
-    """Count the operations of a microbatch of `micro` samples; runs in a subprocess.
+def _ran(request: EstimateRequest, parted: Plan, alone: Plan, staged: Staged | None) -> _Ran:
+    """Count the operations of a microbatch; runs in a subprocess.
 
     Operators whose result has a shape that depends on values select all that they can.
+
+    Args:
+        request: The request.
+        parted: The plan with no axes but tp and ep, for one microbatch.
+        alone: The plan without tp and ep, for `_FEW` samples.
+        staged: Where pipeline stages may cut the model; None if the plan has none.
     """
+    model = built_without_memory(request.source).train()
     try:
-        return _counted(request, micro)
+        return _counted(request, model, parted, alone, staged)
     except UnknownShapeError:
         with picking(everything):
-            return _counted(request, micro)
+            return _counted(request, model, parted, alone, staged)
 
 
-def _counted(request: EstimateRequest, micro: int) -> _Ran:
-    model, plan = decided(request.spec, request.source)
-    origin = request.source.origin
+def _counted(
+    request: EstimateRequest, model: nn.Module, parted: Plan, alone: Plan, staged: Staged | None
+) -> _Ran:
     try:
-        axes = {axis: plan.mesh.size(axis) for axis in ("tp", "ep") if plan.mesh.size(axis) > 1}
-        parted = decided_of(model, _unparted(request.spec, axes, micro), origin)
         counted = count(model, parted, request.device)
-        alone = decided_of(model, _unparted(request.spec, {}, _FEW), origin)
         plain = count(model, with_recompute(alone, frozenset()), request.device)
     except MeshplanError:
         raise
     except Exception as error:  # The model's own code may raise anything.
-        raise refused(error, model, origin) from None
-    chain = chain_as_run(parted, counted, staged_of(plan) if plan.assignment.stages else None)
+        raise refused(error, model, request.source.origin) from None
+    chain = chain_as_run(parted, counted, staged)
     return _Ran(chain, plain.flops / _FEW, counted.convolved, counted.unknown)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Final
 
 import torch.distributed as dist
@@ -31,21 +31,19 @@ from meshplan.memory.replay import Prepared
 from meshplan.memory.replay.optimizer import OF_WHOLE_TENSORS, check_optimizer
 from meshplan.memory.replay.step import composed_log
 from meshplan.model.graph import ModelGraph
-from meshplan.model.rehearsal import Rehearse
-from meshplan.plan.plan import Plan, make_plan
+from meshplan.plan.plan import Plan
 from meshplan.planner.problem.live_model import Priced, TracedChoices
 from meshplan.planner.space.offload import stated_offloads
 from meshplan.planner.space.trials import data_axis, with_axes
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.estimate.estimate import estimate_by_trace
-from meshplan.runtime.estimate.request import EstimateRequest, FakeStepResult
+from meshplan.runtime.estimate.request import EstimateRequest, FakeStepResult, PlanDecider
 from meshplan.runtime.estimate.scale_down import ModelSource
 from meshplan.runtime.fake_step.chain import staged_of
 from meshplan.runtime.live.block_traces import MOST, BlockTraces
 from meshplan.runtime.live.bounded import BoundedTraces
 from meshplan.runtime.live.priced import priced
 from meshplan.runtime.live.stage_traces import StageTraces
-from meshplan.runtime.trace.rehearse import recorded
 from meshplan.spec.spec import AUTO, Spec
 
 _AS_STATED: Final = "of a live model is priced as the plan states it, and not searched"
@@ -79,7 +77,8 @@ class TracedModel:
         origin: Origin | None,
         report: Callable[[str], None],
     ) -> None:
-        self._model, self._graph, self._spec = model, graph, spec
+        self._model, self._spec = model, spec
+        self._decider = PlanDecider(model, spec, origin, graph=graph, report=report)
         self._source = source
         self._device, self._limit_bytes = device, limit_bytes
         self._origin, self._report = origin, report
@@ -151,7 +150,7 @@ class TracedModel:
 
     def priced(self, spec: Spec) -> Priced:
         """Return the memory and the costs of a plan that leaves no field open, without a search."""
-        return priced(self._asked(spec), self._report)
+        return priced(self._asked(spec), self._report, self._decider)
 
     def _asked(self, spec: Spec) -> EstimateRequest:
         assert self._source is not None
@@ -165,21 +164,7 @@ class TracedModel:
         Raises:
             PlanError: The plan does not fit the model, or the forward cannot be recorded.
         """
-        if not spec.reads_flow:
-            return make_plan(spec, self._graph)
-        if isinstance(self._recorded, PlanError):
-            raise PlanError(self._recorded.problems)
-        graph, rehearse = self._recorded
-        return make_plan(spec, graph, rehearse=rehearse)
-
-    @cached_property
-    def _recorded(self) -> tuple[ModelGraph, Rehearse] | PlanError:
-        """The graph with the recorded forward, or why the forward cannot be recorded."""
-        self._report(f"recording the forward of {type(self._model).__name__}")
-        try:
-            return recorded(self._model, self._spec, self._origin)
-        except PlanError as error:
-            return error
+        return self._decider.decide(spec)
 
     def chain(self, spec: Spec, stage_samples: int = 0) -> Chain:
         """Return the costs of the blocks, and of the modules before and after them.
@@ -271,21 +256,29 @@ class TracedModel:
             if self._source is None:
                 return self.memory(plan, stop_above_bytes)
             if self._bounded.bound:
-                return estimate_by_trace(self._asked(plan.spec), self._report)
+                return self._estimated_by_trace(plan)
             # The search has traced the stages as an estimate would: do not trace them again.
             log_of, assumed = (
                 self._log_of_stages(plan),
                 self.traces(plan.spec).loop_of(plan).assumed,
             )
-            return estimate_by_trace(
-                self._asked(plan.spec),
-                self._report,
-                composed_of=lambda rank: FakeStepResult(log_of(rank), assumed),
+            return self._estimated_by_trace(
+                plan, lambda rank: FakeStepResult(log_of(rank), assumed)
             )
         traced = self.traces(plan.spec).traced_as_is(plan)
         if self._source is not None:
-            return estimate_by_trace(self._asked(plan.spec), self._report)
+            return self._estimated_by_trace(plan)
         return self._composed(plan, traced, stop_above_bytes)
+
+    def _estimated_by_trace(
+        self, plan: Plan, composed_of: Callable[[int], FakeStepResult] | None = None
+    ) -> MemoryEstimate:
+        return estimate_by_trace(
+            self._asked(plan.spec),
+            self._report,
+            composed_of=composed_of,
+            known=(self._model, self.decide(plan.spec)),
+        )
 
     def _log_of_stages(self, plan: Plan) -> Callable[[int], EventLog]:
         """Return what returns the log of a rank's step under a plan with pipeline stages."""

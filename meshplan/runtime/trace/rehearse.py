@@ -6,6 +6,7 @@ module sees the shapes of shards in its inputs or outputs. No process group is n
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from meshplan.errors import ApplyError, Origin, PlanError
 from meshplan.model.flow import Flow
 from meshplan.model.graph import ModelGraph
-from meshplan.model.rehearsal import Rehearsal, Rehearse, Stopped
+from meshplan.model.rehearsal import Rehearsal, Rehearser, Stopped
 from meshplan.runtime.torch_private.fakes import fake_mode, quiet_fakes
 from meshplan.runtime.trace.inputs import find_example
 from meshplan.runtime.trace.ops import OpRecorder, copy_to_run, record
@@ -25,8 +26,8 @@ from meshplan.runtime.trace.trace_errors import advice_of, alone_problem, place_
 from meshplan.spec.spec import Spec
 
 
-def recorded(model: nn.Module, spec: Spec, origin: Origin | None) -> tuple[ModelGraph, Rehearse]:
-    """Record the forward of a model, and return (graph with this `flow`, function for rehearsals).
+def recorded(model: nn.Module, spec: Spec, origin: Origin | None) -> tuple[ModelGraph, Rehearser]:
+    """Record the forward of a model, and return (graph with this `flow`, rehearser).
 
     Args:
         model: The model, on any device.
@@ -46,19 +47,9 @@ def recorded(model: nn.Module, spec: Spec, origin: Origin | None) -> tuple[Model
     return graph_of(model, flow), rehearser(model, inputs)
 
 
-def rehearser(model: nn.Module, inputs: Any) -> Rehearse:
-    """Return a function that runs this model on these inputs as a `Rehearsal` describes.
-
-    Equal rehearsals run once: plans with the same tp, of which a search makes many, need the same.
-    """
-    known: dict[Any, Flow | Stopped] = {}
-
-    def rehearse(what: Rehearsal) -> Flow | Stopped:
-        if what.key not in known:
-            known[what.key] = _rehearse(model, inputs, what)
-        return known[what.key]
-
-    return rehearse
+def rehearser(model: nn.Module, inputs: Any) -> Rehearser:
+    """Return what runs this model on these inputs as a `Rehearsal` describes."""
+    return Rehearser(partial(_rehearse, model, inputs))
 
 
 def _rehearse(model: nn.Module, inputs: Any, what: Rehearsal) -> Flow | Stopped:

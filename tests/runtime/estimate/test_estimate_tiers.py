@@ -10,7 +10,7 @@ from meshplan.errors import Origin
 from meshplan.memory import EventLog, reserve
 from meshplan.runtime.base.subprocess_pool import run_in_subprocesses
 from meshplan.runtime.estimate.estimate import _fake_step
-from meshplan.runtime.estimate.request import EstimateRequest
+from meshplan.runtime.estimate.request import EstimateRequest, decided
 from meshplan.runtime.estimate.scale_down import ModelSource
 from meshplan.spec.reader import load_spec
 from tests.cli.test_estimate_memory import PLAN, check_modules, result_of, run
@@ -21,9 +21,9 @@ __all__ = ["run"]
 def whole_log(plan: dict[str, Any], entry: str) -> EventLog:
     """Of rank 0, with all blocks."""
     source = ModelSource(entry=f"tests.helpers.estimated:{entry}", origin=Origin("<test>"))
-    (imagined,) = run_in_subprocesses(
-        _fake_step, [(EstimateRequest(spec=load_spec(plan), source=source), 0)]
-    )
+    request = EstimateRequest(spec=load_spec(plan), source=source)
+    _, known = decided(request.spec, source)
+    (imagined,) = run_in_subprocesses(_fake_step, [(request, known, 0)])
     return imagined.log
 
 
