@@ -335,8 +335,8 @@ class Rows:
         further = np.where(casts, widths.compute + 2 * kept, 3 * kept) * numel
         first = np.where(is_at_once | (self.microbatches == 1), 0.0, first)
         shard = (widths.reduce + 2 * widths.stored) * share(self.grid, kind)
-        # Shards on the host are added up there (`cost.host`).
-        shard = np.where(has_params_on_host(self.grid), 0.0, shard)
+        # `cost.host` adds up shards on the host, and `_single_rank_copies` those of a single rank.
+        shard = np.where(has_params_on_host(self.grid) | self.are_alone, 0.0, shard)
         rate = self._streamed_bytes_per_s
         return first / rate, np.where(is_at_once, shard, further) / rate
 
