@@ -247,7 +247,7 @@ def test_a_worker_of_a_pool_may_use_it() -> None:
 @needs_two
 @pytest.mark.parametrize(
     ("stated", "kind"),
-    [("mesh: auto", "_read"), ("mesh: auto", "all_of")],
+    [("mesh: auto", "_read"), ("mesh: auto", "_call")],
     ids=["chains", "other layouts"],
 )
 def test_the_lock_is_the_same_on_one_core_and_on_two(

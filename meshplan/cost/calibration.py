@@ -298,6 +298,7 @@ _FIGURES: Final[Mapping[str, _Figure]] = {
     "contention": _between(0, 10, "a factor"),
     "contention_alone": _between(0, 10, "a factor", or_none=True),
     "tp_exposed": _between(0, 1, "a share"),
+    "streamed_bytes_per_s": _between(0, 1e15, "bytes a second"),
     "congestion": _between(0, 10, "a share"),
     "reduce_scatter_factor": _between(0.01, 100, "a factor"),
     "num_nodes": _between(1, 1e6, "a number of nodes"),

@@ -63,6 +63,8 @@ class Profile:
         pcie_bytes_per_s: Bandwidth between the device and its host.
         optimizer_bytes: Bytes that an optimizer step reads and writes per byte of a parameter.
         tp_exposed: Share of tp communication that nothing hides.
+        streamed_bytes_per_s: Memory bandwidth of kernels that stream large tensors and do nothing
+            else, such as the sum of two gradients; 0 if it is `memory_bytes_per_s`.
         crossing_s: Seconds to send a tensor of any size to the next pipeline stage.
         congestion: Share by which sending a byte between nodes takes longer, per doubling of the
             nodes of the job, whose groups share the switches between them.
@@ -103,6 +105,7 @@ class Profile:
     pcie_bytes_per_s: float
     optimizer_bytes: float
     tp_exposed: float = 1.0
+    streamed_bytes_per_s: float = 0.0
     crossing_s: float = 0.0
     congestion: float = 0.0
     contention_alone: float | None = None
@@ -164,6 +167,9 @@ def fitted() -> Mapping[tuple[str, str | None], Mapping[str, Any]]:
     return MappingProxyType({(row["framework"], row["device"]): row for row in rows})
 
 
+_STREAMED: Final = 0.9
+"""Share of the memory bandwidth on the datasheet that kernels on large tensors reach. Source: an
+H200 reaches 4.40 of 4.8 TB/s (docs/evidence/h200.json)."""
 _USUAL_PRODUCTS: Final = 794.5 / 989
 """Share of the peak that the fastest product reaches on the device that `GENERIC["efficiency"]` is
 typical of, an H100. Source: see `Device.product_flops`."""
@@ -294,6 +300,7 @@ def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, An
         collective_rank_s=constants["collective_rank_s"],
         collective_node_s=constants["collective_node_s"],
         memory_bytes_per_s=memory * constants["memory_share"],
+        streamed_bytes_per_s=memory * _STREAMED,
         # A link that is never used needs a finite bandwidth, too.
         intra_bytes_per_s=(intra or inter or memory) * constants["intra_share"],
         inter_bytes_per_s=(inter or intra or memory) * constants["inter_share"],

@@ -38,10 +38,6 @@ xformers' kernel, which torch uses for masks where cuDNN does not support them."
 _EXCHANGED: Final = 4
 """Collectives of one attention along cp with `all_to_all`: queries, keys, values and output."""
 
-_STREAMED: Final = 0.9
-"""Share of the memory bandwidth on the datasheet that kernels on large tensors reach, such as the
-sum of two gradients. Source: an H200 reaches 4.40 of 4.8 TB/s (docs/evidence/h200.json)."""
-
 
 def widths_of(precision: Precision, dtype: str = "float32") -> ElementBytes:
     """Return the bytes per element of parameters and gradients.
@@ -337,15 +333,8 @@ class Rows:
         shard = (widths.reduce + 2 * widths.stored) * share(self.grid, kind)
         # `cost.host` adds up shards on the host, and `_single_rank_copies` those of a single rank.
         shard = np.where(has_params_on_host(self.grid) | self.are_alone, 0.0, shard)
-        rate = self._streamed_bytes_per_s
+        rate = max(self.profile.memory_bytes_per_s, self.profile.streamed_bytes_per_s)
         return first / rate, np.where(is_at_once, shard, further) / rate
-
-    @property
-    def _streamed_bytes_per_s(self) -> float:
-        """Memory bandwidth of kernels that stream large tensors and do nothing else."""
-        device = devices().get(self.profile.device)
-        known = device.memory_bytes_per_s if device is not None else None
-        return max(self.profile.memory_bytes_per_s, _STREAMED * (known or 0.0))
 
     def slows(self) -> Array | float:
         """Return the `Profile.contention` of DDP's all-reduce with the backward that hides it."""

@@ -374,9 +374,9 @@ def test_recomputation_costs_what_it_runs_again():
 def test_gradients_of_further_microbatches_are_added_to_those_kept(mode, precision, first, further):
     """They took no time, which made a pipeline of many microbatches look fast."""
     block = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=2).kinds[1]
-    moving = replace(  # Of no device that is listed, whose memory would be faster.
+    moving = replace(
         COUNTING,
-        device="",
+        streamed_bytes_per_s=0.0,
         memory_bytes_per_s=1.0,
         intra_bytes_per_s=np.inf,
         inter_bytes_per_s=np.inf,
@@ -403,7 +403,7 @@ def test_gradients_of_further_microbatches_are_added_to_those_kept(mode, precisi
 def test_gradients_of_a_single_rank_are_added_up_once():
     """FSDP2 over one rank has it among its copies, after every microbatch."""
     block = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=2).kinds[1]
-    moving = replace(COUNTING, device="", memory_bytes_per_s=1.0)
+    moving = replace(COUNTING, streamed_bytes_per_s=0.0, memory_bytes_per_s=1.0)
     one, two = (terms(row(microbatches=n), block, moving, 8, BF16) for n in (1, 2))
     assert two.backward_s[0, 0] == pytest.approx(one.backward_s[0, 0])
     assert two.compute_s[0] == pytest.approx(one.compute_s[0])

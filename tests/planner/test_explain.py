@@ -215,7 +215,7 @@ def flat(monkeypatch):
 
 
 def test_a_part_of_the_slack_is_left_for_what_is_not_searched(job, flat, monkeypatch):
-    path = job(LLAMA | LARGE | {"num_hidden_layers": 4},
+    path = job(LLAMA | LARGE | {"num_hidden_layers": 4}, batch={"global": 8, "seq_len": 512},
                mesh={"pp": "auto", "dp_shard": "auto", "tp": "auto"})  # fmt: skip
     for left, is_best in ((0.0, False), (0.4999, True)):
         monkeypatch.setattr("meshplan.planner.objectives.simplify._UNSEARCHED", left)
@@ -226,7 +226,7 @@ def test_a_part_of_the_slack_is_left_for_what_is_not_searched(job, flat, monkeyp
 
 def test_what_the_plan_has_is_said_of_the_plan_and_not_of_the_fastest(job, flat):
     """The plan may be slower than the best, and simpler: answers are put beside the plan."""
-    path = job(LLAMA | LARGE | {"num_hidden_layers": 4},
+    path = job(LLAMA | LARGE | {"num_hidden_layers": 4}, batch={"global": 8, "seq_len": 512},
                mesh={"pp": "auto", "dp_shard": "auto", "tp": "auto"})  # fmt: skip
     decision = search_plan(path)
     plan = decision.chosen

@@ -113,8 +113,12 @@ def decide_beside_others(
     works: list[Callable[[], Any]] = [
         decide, *searches.works([kind for kind in KINDS if kind not in own])
     ]  # fmt: skip
-    decision, *answers = each(lambda work: work(), works)
+    decision, *answers = each(_call, works)
     return searches.added_to(decision, {k: v for some in answers for k, v in some.items()})
+
+
+def _call(work: Callable[[], Any]) -> Any:
+    return work()
 
 
 class _Searches:
@@ -161,7 +165,7 @@ class _Searches:
         found = {kind: known.get(kind, other) for kind, other in stopped.items() if kind not in own}
         if decision.is_whole:
             works = self.works([kind for kind in found if kind not in known])
-            for answers in each(lambda work: work(), works):
+            for answers in each(_call, works):
                 found |= answers
         return replace(decision, other_layouts=tuple(found.values()))
 

@@ -50,6 +50,7 @@ COMPUTATION: Final[Mapping[str, str]] = MappingProxyType(
         "efficiency": "speed of matrix products",
         "attention_efficiency": "speed of attention",
         "memory_bytes_per_s": "memory bandwidth",
+        "streamed_bytes_per_s": "memory bandwidth of sums of gradients",
         "host_bytes_per_s": "memory bandwidth of the host",
         "kernel_s": "seconds of a kernel",
         "launch_s": "host seconds of a kernel",
