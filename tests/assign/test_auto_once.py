@@ -53,7 +53,7 @@ def said(more: dict[str, Any], graph: ModelGraph, rehearse: Rehearser) -> str:
     return f"{plan.digest()} {a.warnings} {a.results} {[use.reason for use in a.styles.values()]}"
 
 
-@pytest.mark.parametrize("name", ["hf_llama", "t5"])
+@pytest.mark.parametrize("name", ["hf_llama", pytest.param("t5", marks=pytest.mark.wide)])
 def test_plans_decided_one_after_the_other_are_those_decided_alone(name):
     graph, shared = recorded(name)
     alone = [said(more, *recorded(name)) for more in PLANS]

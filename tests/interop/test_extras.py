@@ -43,8 +43,10 @@ TRAINER = "meshplan.trainer(int)"
          "pip install torchmetrics, or pip install --force-reinstall 'meshplan[lightning]'"),
         ("accelerate", ACCELERATE, "needs the package accelerate, which is not installed",
          "pip install accelerate"),
-        ("accelerate", TRAINER, "meshplan.trainer needs the package accelerate, which is not",
-         "pip install 'meshplan[hf]' accelerate"),
+        pytest.param(
+            "accelerate", TRAINER, "meshplan.trainer needs the package accelerate, which is not",
+            "pip install 'meshplan[hf]' accelerate", marks=pytest.mark.wide,
+        ),
         ("safetensors", TRAINER, "the package accelerate, which is installed but cannot be",
          "pip install safetensors, or pip install"),
     ],

@@ -43,7 +43,7 @@ _PICKED = "aten.nonzero.default selects as much as possible, in blocks.2"
     ("entry", "fields", "words"),
     [
         ("picking", {}, _PICKED),
-        ("picking", STAGES, _PICKED),
+        pytest.param("picking", STAGES, _PICKED, marks=pytest.mark.wide),
         ("recurrent", {}, "lstm is a recurrent layer"),
     ],
 )
