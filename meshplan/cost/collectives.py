@@ -66,11 +66,16 @@ def job_nodes_of(grid: Array, order: Sequence[str], gpus_per_node: int) -> Array
         order: The axes of the mesh, outermost first.
         gpus_per_node: Devices of one node.
     """
+    return np.asarray(np.ceil(_ranks_along(grid, order) / gpus_per_node))
+
+
+def _ranks_along(grid: Array, axes: Sequence[str]) -> Array:
+    """Return the product of the sizes of some axes, [configurations]."""
     ranks = np.ones(len(grid))
-    for axis in order:
+    for axis in axes:
         if axis != "ep":  # Its ranks are borrowed: they count in the axis that lends them.
             ranks = ranks * grid[axis]
-    return np.asarray(np.ceil(ranks / gpus_per_node))
+    return ranks
 
 
 def _room(stride: Array, gpus_per_node: int) -> Array:
@@ -86,11 +91,7 @@ def stride_of(grid: Array, axis: str, order: Sequence[str]) -> Array:
         axis: Name of the axis.
         order: The axes of the mesh, outermost first.
     """
-    out = np.ones(len(grid))
-    for inner in order[order.index(axis) + 1 :]:
-        if inner != "ep":  # Its ranks are borrowed: they count in the axis that lends them.
-            out = out * grid[inner]
-    return out
+    return _ranks_along(grid, order[order.index(axis) + 1 :])
 
 
 def group_along(

@@ -11,7 +11,7 @@ from meshplan.errors import Problem
 STRATEGIES: Final = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 """Names of accelerate's own strategies, in `DistributedType` and in environment variables."""
 NO_STRATEGY: Final = "leave it out; meshplan import translates its configuration into a plan"
-"""What to do about a strategy of accelerate beside a plan."""
+"""Fix of a problem with a strategy of accelerate beside a plan."""
 _PLUGINS: Final = (
     "fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin",
 )  # fmt: skip

@@ -75,11 +75,11 @@ def fastest_of(
         decision = _decided(problem, table, found, deadline, report, began)
         return _or_less_sharded(problem, decision, deadline, report)
 
+    if not problem.request.other_layouts:
+        return decide()
     fastest = found.measured.result if found.measured is not None else None
-    if not (problem.request.other_layouts and found.is_whole and isinstance(fastest, Evaluated)):
-        decision = decide()
-        wants_others = problem.request.other_layouts
-        return with_other_layouts(problem, decision) if wants_others else decision
+    if not (found.is_whole and isinstance(fastest, Evaluated)):
+        return with_other_layouts(problem, decide())
     return decide_beside_others(problem, fastest, time.monotonic() - began, decide)
 
 
