@@ -109,7 +109,7 @@ def test_a_row_that_is_asked_again_answers_as_if_it_was_not(make: Any) -> None:
 def test_what_holds_less_than_one_that_is_not_over_is_not_looked_at(tmp_path: Path) -> None:
     job = job_in(tmp_path, LLAMA, nodes=1)
     numbers = job.table
-    at = (job.grid["pp"] == 2) & (job.grid["virtual"] == 1) & (job.grid["dp_shard"] == 4)
+    at = (job.grid["pp"] == 1) & (job.grid["dp_shard"] == 8)
     row = int(np.flatnonzero(at)[0])
     smallest, fastest = (
         ConfigSolver(numbers, row, np.inf).smallest(),
@@ -121,11 +121,20 @@ def test_what_holds_less_than_one_that_is_not_over_is_not_looked_at(tmp_path: Pa
     assert job._truncated_bound(numbers, smallest, guesses=True) is not None
     job.allow(job.request.limit_bytes * 2)  # What was seen is of another limit.
     assert job._truncated_bound(numbers, smallest, guesses=False) is not None
-    first, last = smallest.linear_bytes
-    other = replace(fastest, linear_bytes=(first * 0.9, last * 1.1))
+    other = replace(fastest, linear_bytes=(fastest.linear_bytes[0] * 1.1,))
     assert job._truncated_bound(numbers, other, guesses=False) is not None
     job.capacity = max(fastest.linear_bytes) / 2
     over = job._truncated_bound(numbers, fastest, guesses=False)
     assert over is not None
     assert over.is_over
     assert job._truncated_bound(numbers, smallest, guesses=False) is not None
+
+
+def test_a_pipeline_is_replayed_at_once(tmp_path: Path) -> None:
+    """Its bound would take as long as its replay, and say less."""
+    job = job_in(tmp_path, LLAMA, nodes=1)
+    row = int(np.flatnonzero(job.grid["pp"] == 2)[0])
+    smallest = ConfigSolver(job.table, row, np.inf).smallest()
+    assert job.guess(job.table, smallest) is None
+    job.capacity = max(smallest.linear_bytes) / 2
+    assert not job.is_over(job.table, smallest)

@@ -50,11 +50,12 @@ def job_in(folder: Path, config: dict[str, Any], *, nodes: int) -> PlanningProbl
     return PlanningProblem(request_of_file(folder / "plan.yaml"))
 
 
-def some(job: PlanningProblem, count: int) -> Iterator[Candidate]:
+def some(job: PlanningProblem, count: int, *, staged: bool = False) -> Iterator[Candidate]:
     """Random rows, with as little memory as makes their blocks differ, or as small as can be."""
     rng, numbers = random.Random(0), job.table
+    rows = np.flatnonzero(staged | (job.grid["pp"] == 1)).tolist()
     while count:
-        row = rng.randrange(len(job.grid))
+        row = rng.choice(rows)
         smallest = ConfigSolver(numbers, row, float("inf")).smallest()
         room = max(smallest.linear_bytes) * rng.choice((1.01, 1.2, 1.5, 3))
         found = solve_config(numbers, row, room) or smallest
@@ -68,45 +69,35 @@ def test_few_blocks_never_say_more_than_all_and_hardly_less(job: PlanningProblem
     assert question.shorter is not None
     shares, shortened = [], 0
     for candidate in some(job, 30):
-        stages = job.blocks(numbers, candidate)
+        (blocks,) = job.blocks(numbers, candidate)
+        short = shorten(blocks, question.shorter)
+        if short is None:
+            continue
+        row = job.grid[candidate.row]
         plan = make_plan(question.read(overrides(job.stated(numbers, candidate))), question.graph)
-        ranks = len(candidate.linear_bytes)
-        for place in {0, ranks - 1}:
-            short = shorten(stages, place, question.shorter, num_ranks=ranks)
-            if short is None:
-                continue
-            row = job.grid[candidate.row]
-            stated = statements(job.spec, job.free, row, short.stages, {}, "default")
-            few = make_plan(question.read(overrides(stated)), short.graph)
-            rank = place * (plan.mesh.world_size // ranks)
-            log = analytic_log_of_rank(few, rank, device=question.device)
-            least = TruncatedBound(log, short).least_bytes
-            whole = analytic_log_of_rank(plan, rank, device=question.device).pooled_bytes
-            assert least <= whole, (row, place)
-            shares.append(least / whole)
-            shortened += bool(short.times)
+        stated = statements(job.spec, job.free, row, [short.blocks], {}, "default")
+        few = make_plan(question.read(overrides(stated)), short.graph)
+        log = analytic_log_of_rank(few, 0, device=question.device)
+        least = TruncatedBound(log, short).least_bytes
+        whole = analytic_log_of_rank(plan, 0, device=question.device).pooled_bytes
+        assert least <= whole, row
+        shares.append(least / whole)
+        shortened += bool(short.times)
     assert shortened > 10
     assert sorted(shares)[len(shares) // 10] > 0.95
     assert sorted(shares)[len(shares) // 2] == 1
 
 
 def test_what_stands_for_others_keeps_the_ends_of_its_row() -> None:
-    stages = [[BlockChoice(f"h.{n}", 0, 1) for n in range(8)],
-              [BlockChoice(f"h.{n}", 2 if n < 15 else 0, 1) for n in range(8, 20)]]  # fmt: skip
+    blocks = [BlockChoice(f"h.{n}", 2 if 8 <= n < 15 else 0, 1) for n in range(20)]
     asked = []
-    short = shorten(stages, 1, lambda blocks: asked.append(blocks))  # type: ignore[arg-type,func-returns-value]
+    short = shorten(blocks, lambda blocks: asked.append(blocks))  # type: ignore[arg-type,func-returns-value]
     assert short is not None
-    assert [[block.recompute for block in stage] for stage in short.stages] == [
-        [0],
-        [2] * 5 + [0] * 5,
-    ]
-    assert [block.name for stage in short.stages for block in stage] == [
-        f"h.{n}" for n in range(11)
-    ]
-    assert short.times == {"h.3": 3}
-    assert asked == [11]
-    assert shorten(stages[:1], 0, lambda blocks: None).times == {"h.2": 4}  # type: ignore
-    assert shorten([stages[0][:5]], 0, lambda blocks: None) is None  # type: ignore
+    assert [block.recompute for block in short.blocks] == [0] * 5 + [2] * 5 + [0] * 5
+    assert [block.name for block in short.blocks] == [f"h.{n}" for n in range(15)]
+    assert short.times == {"h.2": 4, "h.7": 3}
+    assert asked == [15]
+    assert shorten(blocks[:5], lambda blocks: None) is None  # type: ignore
 
 
 def test_a_frame_is_held_by_one_microbatch_alone(tmp_path: Path) -> None:
@@ -124,7 +115,7 @@ def test_what_communicators_take_is_known_from_the_mesh(job: PlanningProblem) ->
     """The same of a model with few blocks as of the plan itself, and more with more axes."""
     question, numbers = job.request, job.table
     by_axes: dict[int, set[float]] = {}
-    for candidate in some(job, 25):
+    for candidate in some(job, 25, staged=True):
         row = job.grid[candidate.row]
         plan = make_plan(question.read(overrides(job.stated(numbers, candidate))), question.graph)
         taken = job.taken(candidate.row)
@@ -144,21 +135,16 @@ def test_a_guess_of_what_is_reserved_is_near(job: PlanningProblem) -> None:
         guess = job.guess(numbers, candidate)
         measured = job.measure(numbers, candidate, to_the_end=True)
         if guess is not None and measured.result is not None:
-            shares += [
-                (linear + guess.excess[rank]) / (linear + measured.excess[rank])
-                for rank, linear in enumerate(candidate.linear_bytes)
-                if rank in guess.excess
-            ]
+            (linear,) = candidate.linear_bytes
+            shares.append((linear + guess.excess[0]) / (linear + measured.excess[0]))
     assert len(shares) > 6
     assert 0.9 < float(np.median(shares)) < 1.1
 
 
 def made_up(rng: random.Random) -> tuple[EventLog, Short]:
     """A log of blocks that run one after the other, and make and free in every order."""
-    stages = tuple(
-        tuple(BlockChoice(f"h.{n}", 0, 1) for n in range(first, first + 4)) for first in (0, 4)
-    )
-    names = ["", *(block.name for stage in stages for block in stage)]
+    blocks = tuple(BlockChoice(f"h.{n}", 0, 1) for n in range(8))
+    names = ["", *(block.name for block in blocks)]
     storages: list[Storage] = []
     changes: list[tuple[int, int, int]] = []
     live: dict[int, int] = {}
@@ -176,7 +162,7 @@ def made_up(rng: random.Random) -> tuple[EventLog, Short]:
                 live[storage] = left
                 live = {each: size for each, size in live.items() if size}
     phases = ("before", "forward", "backward", "step")
-    return EventLog(tuple(storages), tuple(changes), phases), Short(None, stages, TIMES)  # type: ignore[arg-type]
+    return EventLog(tuple(storages), tuple(changes), phases), Short(None, blocks, TIMES)  # type: ignore[arg-type]
 
 
 TIMES = {"h.1": 7, "h.6": 3}
@@ -184,7 +170,7 @@ TIMES = {"h.1": 7, "h.6": 3}
 
 def one_by_one(log: EventLog, short: Short) -> tuple[int, int]:
     """(least bytes, bytes of what was left out when most is there), one event after the other."""
-    order = [block.name for stage in short.stages for block in stage]
+    order = [block.name for block in short.blocks]
 
     def block_of(module: str) -> str:
         return next((name for name in order if is_inside(module, name)), "")
@@ -234,7 +220,7 @@ def test_columns_tell_what_one_event_after_the_other_tells() -> None:
         found = gauge.least_bytes, gauge.likely_bytes("h100-sxm-80gb", Spec()) - reserved
         assert found == one_by_one(log, short), seed
         told.add(found)
-        plain = TruncatedBound(log, Short(short.graph, short.stages, {}))
+        plain = TruncatedBound(log, Short(short.graph, short.blocks, {}))
         assert plain.least_bytes == log.pooled_bytes <= found[0]
     assert len(told) == 20
 

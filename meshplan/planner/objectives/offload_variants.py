@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from meshplan.planner.knapsack.knapsack import Counts, Floats
 from meshplan.planner.objectives.search_plans import search_plans
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate
-from meshplan.planner.solve.result import Guess, ReplayedMemory, SearchResult
+from meshplan.planner.solve.result import ReplayedMemory, SearchResult
 from meshplan.planner.solve.search import TOLERANCE
 from meshplan.planner.space.offload import WORDS, too_much_on_host
 from meshplan.planner.space.space import Rejected
@@ -97,7 +97,7 @@ def fastest_that_fits(
     known = _known_at(below_s)
     _, found = searched(
         problem,
-        lambda table: _search(
+        lambda table: search_plans(
             problem,
             table,
             known=known,
@@ -209,7 +209,7 @@ class FastestAmong:
 
     def _run(self, among: NDArray[np.bool_]) -> SearchResult:
         known = _known_at(self._below_s)
-        found = _search(
+        found = search_plans(
             self._problem,
             self._problem.table,
             among=among,
@@ -218,24 +218,6 @@ class FastestAmong:
             is_stopped=self._is_stopped,
         )
         return _without(known, found)
-
-
-def _search(problem: PlanningProblem, table: CostTable, **more: Any) -> SearchResult:
-    """Search a cost table of a problem, without guesses for pipelines.
-
-    Such a guess takes as long as the estimate itself.
-
-    Args:
-        problem: The problem.
-        table: The cost table.
-        more: Further arguments of `search`.
-    """
-    is_alone = table.grid["pp"] == 1
-
-    def guess(candidate: Candidate) -> Guess | None:
-        return problem.guess(table, candidate) if is_alone[candidate.row] else None
-
-    return search_plans(problem, table, guess=guess, **more)
 
 
 def _restricted(table: CostTable, some: NDArray[np.bool_], found: SearchResult) -> CostTable:

@@ -334,7 +334,7 @@ class PlanningProblem:
         """
         bound = self._truncated_bound(table, candidate, guesses=False)
         if not to_the_end and bound is not None and bound.is_over:  # With any allocator.
-            return ReplayedMemory(fits=False, excess=bound.least)
+            return ReplayedMemory(fits=False, excess={0: bound.least})
         found, shared = list[ReplayedMemory](), list[RankLogs]()
         for allocator in allocators or self.free.allocators:
             key = candidate.row, candidate.ends, candidate.option_counts, allocator
@@ -450,8 +450,7 @@ class PlanningProblem:
         if bound is None or not bound.likely:
             return None
         some = allocators or self.free.allocators
-        likely = min((bound.likely[each] for each in some), key=lambda each: max(each.values()))
-        return Guess(likely, bound.is_over)
+        return Guess({0: min(bound.likely[each] for each in some)}, bound.is_over)
 
     def is_over(self, table: CostTable, candidate: Candidate) -> bool:
         """Return True if a lower bound on memory proves that a candidate does not fit.
@@ -491,8 +490,9 @@ class PlanningProblem:
     def _truncated_bound(
         self, table: CostTable, candidate: Candidate, **options: bool
     ) -> TruncatedFigures | None:
-        """Bound a candidate with truncated models; None if rules or the model prevent that."""
-        if self.request.shorter is None or self.spec.rules:
+        """Bound a candidate with a truncated model; None if rules, pp or the model prevent it."""
+        row = self.grid[candidate.row]
+        if self.request.shorter is None or self.spec.rules or row["pp"] > 1:
             return None
-        stages, row = self.blocks(table, candidate), self.grid[candidate.row]
-        return self._truncated.bound(row, stages, candidate, self.capacity, **options)
+        (blocks,) = self.blocks(table, candidate)
+        return self._truncated.bound(row, blocks, candidate, self.capacity, **options)

@@ -2,11 +2,13 @@
 
 Identical blocks with identical choices save the same activations. We therefore replay five blocks
 of a run of identical ones, and multiply what the middle block keeps beyond its own forward and
-backward by the number of blocks left out. Every stage of the other ranks is replayed with one
-block. The bound sums the peaks of the CUDA streams' memory pools, and never exceeds what a full
-replay would reserve: events at which left-out blocks would run are not counted. The bound can
-therefore exclude a plan, but never accept one. A guess of the bytes really reserved decides which
-plans to examine first.
+backward by the number of blocks left out. The bound sums the peaks of the CUDA streams' memory
+pools, and never exceeds what a full replay would reserve: events at which left-out blocks would run
+are not counted. The bound can therefore exclude a plan, but never accept one. A guess of the bytes
+really reserved decides which plans to examine first.
+
+Models that are cut into pipeline stages are not truncated: a stage is replayed as fast as it would
+be bounded.
 """
 
 from __future__ import annotations
@@ -44,71 +46,53 @@ class Short:
     """A truncated model that stands for one with more blocks.
 
     Args:
-        graph: The truncated model; its blocks are those of `stages`.
-        stages: Choices of the truncated model's blocks, by stage.
+        graph: The truncated model; its blocks are those of `blocks`.
+        blocks: Choices of the truncated model's blocks.
         times: {fqn of a block: number of blocks of the full model that it stands for}, without
             blocks that stand only for themselves.
     """
 
     graph: ModelGraph
-    stages: tuple[tuple[BlockChoice, ...], ...]
+    blocks: tuple[BlockChoice, ...]
     times: Mapping[str, int]
 
 
 def shorten(
-    stages: Sequence[Sequence[BlockChoice]],
-    place: int,
+    blocks: Sequence[BlockChoice],
     graph_of: Callable[[Blocks], ModelGraph],
-    *,
-    num_ranks: int | None = None,
     kind_of_block: Mapping[str, int] = MappingProxyType({}),
 ) -> Short | None:
-    """Truncate the model for one rank of the pipeline.
+    """Truncate a model.
 
     Args:
-        stages: Choices of the blocks, by stage.
-        place: Index of the rank along pp.
+        blocks: Choices of the blocks, in order.
         graph_of: Builds the model with a given number of blocks, or with only the blocks of the
             given indices.
-        num_ranks: Number of pipeline ranks; rank r has stages r, r + num_ranks, ... None if each
-            rank has one stage.
         kind_of_block: Kind of each block by its fqn; empty if all blocks are identical.
 
     Returns:
         The truncated model; None if it would keep more than the share `_FEW` of the blocks.
     """
-    num_ranks = len(stages) if num_ranks is None else num_ranks
-    kept: list[list[tuple[BlockChoice, int]]] = []
-    for number, blocks in enumerate(stages):
-        if number % num_ranks != place:
-            kept.append([(blocks[0], 1)])
-            continue
-        kept.append([])
-        for _, same in itertools.groupby(
-            blocks, key=lambda b: (b.recompute, b.reshard, kind_of_block.get(b.name))
-        ):
-            run = list(same)
-            # The middle block stands for itself and for all that are left out.
-            left_out = max(0, len(run) - _KEPT)
-            middle = _KEPT // 2
-            few = run[: middle + 1] + run[middle + 1 + left_out :]
-            kept[-1] += [(b, 1 + left_out * (at == middle)) for at, b in enumerate(few)]
-    count = sum(map(len, kept))
-    if count > _FEW * sum(map(len, stages)):
+    kept: list[tuple[BlockChoice, int]] = []
+    for _, same in itertools.groupby(
+        blocks, key=lambda b: (b.recompute, b.reshard, kind_of_block.get(b.name))
+    ):
+        run = list(same)
+        # The middle block stands for itself and for all that are left out.
+        left_out = max(0, len(run) - _KEPT)
+        middle = _KEPT // 2
+        few = run[: middle + 1] + run[middle + 1 + left_out :]
+        kept += [(b, 1 + left_out * (at == middle)) for at, b in enumerate(few)]
+    if len(kept) > _FEW * len(blocks):
         return None
-    container = stages[0][0].name.rpartition(".")[0]
-    names = (f"{container}.{number}" if container else str(number) for number in range(count))
-    own = tuple(int(b.name.rpartition(".")[2]) for stage in kept for b, _ in stage if kind_of_block)
-    times: dict[str, int] = {}
-    short = []
-    for stage in kept:
-        named = []
-        for block, many in stage:
-            named.append(replace(block, name=next(names)))
-            if many > 1:
-                times[named[-1].name] = many
-        short.append(tuple(named))
-    return Short(graph_of(own or count), tuple(short), times)
+    container = blocks[0].name.rpartition(".")[0]
+    own = tuple(int(b.name.rpartition(".")[2]) for b, _ in kept if kind_of_block)
+    named = tuple(
+        replace(block, name=f"{container}.{number}" if container else str(number))
+        for number, (block, _) in enumerate(kept)
+    )
+    times = {block.name: many for block, (_, many) in zip(named, kept, strict=True) if many > 1}
+    return Short(graph_of(own or len(kept)), named, times)
 
 
 class TruncatedBound:
@@ -121,7 +105,7 @@ class TruncatedBound:
 
     def __init__(self, log: EventLog, short: Short) -> None:
         self._log, self._times = log, short.times
-        order = [block.name for stage in short.stages for block in stage]
+        order = [block.name for block in short.blocks]
         # Blocks are numbered from 1; 0 stands for everything outside of blocks.
         self._index_of_block = {name: number for number, name in enumerate(("", *order))}
         self._near = {

@@ -1,8 +1,8 @@
 """Bounds and guesses of a candidate's memory from truncated models, before it is fully estimated.
 
-A candidate does not fit if a rank's lower bound, from a model with few blocks, exceeds the limit.
-The memory of communicators is included and follows from the mesh alone. A guess of the reserved
-bytes decides which candidates are examined first, but excludes none.
+A candidate without pipeline stages does not fit if the lower bound of a rank, from a model with few
+blocks, exceeds the limit. The memory of communicators is included and follows from the mesh alone.
+A guess of the reserved bytes decides which candidates are examined first, but excludes none.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from meshplan.spec.spec import Allocator
 
 Stages = Sequence[Sequence[BlockChoice]]
 
-_MOST_KEPT: Final = 6
-"""Number of ranks' logs that are cached: of the three ranks of a candidate, and of the smallest
-candidate of its configuration."""
+_MOST_KEPT: Final = 2
+"""Number of logs that are cached: of a candidate, and of the smallest one of its configuration."""
 
 
 _OPENING: Final = ("mode", "offload", "gathers_kv")
@@ -47,15 +46,13 @@ class TruncatedFigures:
     """Bound and guess of a candidate's excess bytes, which come on top of its linear bytes.
 
     Attributes:
-        least: {index along pp of a rank that is proved not to fit: lower bound on its excess bytes}
-            of the first such rank; {} if there is none.
-        likely: {allocator setting: {index of a rank along pp: guessed excess bytes}} of the ranks
-            that were examined; {} if no guess was made.
+        least: Lower bound on the excess bytes of a rank.
+        likely: {allocator setting: guessed excess bytes of a rank}; {} if no guess was made.
         is_over: If True, a rank is proved not to fit.
     """
 
-    least: Mapping[int, float]
-    likely: Mapping[Allocator, Mapping[int, float]]
+    least: float
+    likely: Mapping[Allocator, float]
     is_over: bool
 
 
@@ -92,11 +89,11 @@ class TruncatedEstimate:
         self._taken: dict[tuple[int, ...], float] = {}
         self._kinds: dict[tuple[object, ...], Assignment | None] = {}
         self._seen: dict[tuple[object, ...], TruncatedFigures | None] = {}
-        self._under: dict[tuple[int, float], list[tuple[float, ...]]] = {}
-        """Linear bytes by rank of candidates not proved to exceed the capacity, by (index of the
-        configuration, capacity)."""
+        self._under: dict[tuple[int, float], float] = {}
+        """Most linear bytes of a candidate that is not proved to exceed the capacity, by (index of
+        the configuration, capacity)."""
         self.played = Played()
-        self._of_ranks: dict[tuple[object, ...], tuple[Plan, TruncatedBound] | None] = {}
+        self._logs: dict[tuple[object, ...], tuple[Plan, TruncatedBound] | None] = {}
 
     def links(self, plan: Plan) -> float:
         """Return the bytes that a plan's communicators use, on the scale of linear bytes."""
@@ -175,17 +172,17 @@ class TruncatedEstimate:
     def bound(
         self,
         row: np.void,
-        stages: Stages,
+        blocks: Sequence[BlockChoice],
         candidate: Candidate,
         capacity: float,
         *,
         guesses: bool,
     ) -> TruncatedFigures | None:
-        """Bound a candidate's excess bytes with truncated models.
+        """Bound a candidate's excess bytes with a truncated model.
 
         Args:
-            row: The candidate's configuration.
-            stages: The choices of the candidate's blocks, by stage.
+            row: The candidate's configuration, which has no pp.
+            blocks: The choices of the candidate's blocks.
             candidate: The candidate.
             capacity: Linear bytes that a rank may use.
             guesses: If True, guess the excess bytes too.
@@ -193,97 +190,65 @@ class TruncatedEstimate:
         Returns:
             The figures; None if no truncated model can be made or planned. Also None if no guess is
             requested and the bound is unlikely to exclude the candidate, because it did not
-            exclude one with at least as many linear bytes on every rank.
+            exclude one with at least as many linear bytes.
         """
         key = candidate.row, candidate.ends, candidate.option_counts, capacity
-        if not guesses and key not in self._seen and self._holds_less(candidate, capacity):
+        at, (linear,) = (candidate.row, capacity), candidate.linear_bytes
+        if not guesses and key not in self._seen and linear <= self._under.get(at, -np.inf):
             return None
         seen = self._seen.get(key)
         lacks = guesses and seen is not None and not seen.likely
         if key not in self._seen or lacks:
-            found = self._seen[key] = self._bound(row, stages, candidate, capacity, guesses=guesses)
+            found = self._seen[key] = self._bound(row, blocks, candidate, capacity, guesses=guesses)
             if found is not None and not found.is_over:
-                under = self._under.setdefault((candidate.row, capacity), [])
-                under.append(candidate.linear_bytes)
+                self._under[at] = max(linear, self._under.get(at, linear))
         return self._seen[key]
-
-    def _holds_less(self, candidate: Candidate, capacity: float) -> bool:
-        """Return True if a candidate not proved to be over has as many linear bytes or more.
-
-        The comparison is rank by rank, with candidates of the same configuration and capacity.
-        """
-        return any(
-            all(own <= other for own, other in zip(candidate.linear_bytes, linear, strict=True))
-            for linear in self._under.get((candidate.row, capacity), ())
-        )
 
     def _bound(
         self,
         row: np.void,
-        stages: Stages,
+        blocks: Sequence[BlockChoice],
         candidate: Candidate,
         capacity: float,
         *,
         guesses: bool,
     ) -> TruncatedFigures | None:
-        """Bound and guess a candidate's excess bytes rank by rank, up to a rank that does not fit.
+        """Bound and guess a candidate's excess bytes; args and result are those of `bound`."""
+        try:
+            found = self._truncated(row, blocks, candidate)
+        except MeshplanError:
+            return None  # The full estimate will report the error.
+        if found is None:
+            return None
+        (plan, bound), (linear,) = found, candidate.linear_bytes
+        extra = self.links(plan) - linear
+        least, likely = bound.least_bytes + extra, dict[Allocator, float]()
+        if guesses:
+            for each in self._allocators:
+                spec = replace(plan.spec, allocator=each)
+                guess = bound.likely_bytes(self._request.device, spec) + extra
+                likely[each] = max(guess, least)
+        return TruncatedFigures(least, likely, least + linear > capacity)
 
-        Args and result are those of `bound`.
-        """
-        linear = candidate.linear_bytes
-        num_ranks = len(linear)
-        fullest = max(range(num_ranks), key=linear.__getitem__)
-        likely: dict[Allocator, dict[int, float]] = {}
-        is_known = False
-        # Examine the rank with the most linear bytes first, then the first and the last rank, which
-        # have the modules outside the blocks.
-        for place in dict.fromkeys((fullest, 0, num_ranks - 1)):
-            try:
-                found = self._bound_of_rank(row, stages, candidate, place)
-            except MeshplanError:
-                return None  # The full estimate will report the error.
-            if found is None:
-                continue
-            plan, bound = found
-            extra = self.links(plan) - linear[place]
-            least = bound.least_bytes + extra
-            is_over = least + linear[place] > capacity
-            if guesses:
-                for each in self._allocators:
-                    spec = replace(plan.spec, allocator=each)
-                    guess = max(bound.likely_bytes(self._request.device, spec) + extra, least)
-                    likely.setdefault(each, {})[place] = guess
-            if is_over:
-                return TruncatedFigures({place: least}, likely, True)
-            is_known = True
-        return TruncatedFigures({}, likely, False) if is_known else None
-
-    def _bound_of_rank(
-        self, row: np.void, stages: Stages, candidate: Candidate, place: int
+    def _truncated(
+        self, row: np.void, blocks: Sequence[BlockChoice], candidate: Candidate
     ) -> tuple[Plan, TruncatedBound] | None:
-        """Return the plan of a truncated model and the bound of one rank; None if there is none.
+        """Return the plan of a truncated model and its bound; None if there is none.
 
         The last few are cached: a candidate is first bounded, and then guessed if it may fit.
         """
-        key = candidate.row, candidate.ends, candidate.option_counts, place
-        if key not in self._of_ranks:
-            shorter, num_ranks = self._request.shorter, len(candidate.linear_bytes)
-            assert shorter is not None
-            short = shorten(
-                stages, place, shorter, num_ranks=num_ranks, kind_of_block=self._kind_of_block
-            )
-            found = None
+        key = candidate.row, candidate.ends, candidate.option_counts
+        if key not in self._logs:
+            assert self._request.shorter is not None
+            short, found = shorten(blocks, self._request.shorter, self._kind_of_block), None
             if short is not None:
-                plan = self._plan(row, short.stages, short.graph)
-                rank = place * (plan.mesh.world_size // num_ranks)  # pp goes outermost.
-                log = analytic_log_of_rank(
-                    plan, rank, device=self._request.device, played=self.played
-                )
+                plan = self._plan(row, [short.blocks], short.graph)
+                log = analytic_log_of_rank(plan, 0, device=self._request.device, played=self.played)
                 found = plan, TruncatedBound(log, short)
-            while len(self._of_ranks) >= _MOST_KEPT:
-                del self._of_ranks[next(iter(self._of_ranks))]
-            self._of_ranks[key] = found
-        return self._of_ranks[key]
+            while len(self._logs) >= _MOST_KEPT:
+                del self._logs[next(iter(self._logs))]
+            self._logs[key] = found
+        return self._logs[key]
 
     def _plan(self, row: np.void, stages: Stages, graph: ModelGraph) -> Plan:
         return make_plan(self._request.read(overrides(self._stated(row, stages))), graph)
