@@ -25,8 +25,9 @@ from meshplan.runtime.apply.tensor_parallel.local_tensors import makes_addends
 from meshplan.runtime.apply.tensor_parallel.tensor_parallel import forget_entered
 from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import sums_over_ranks
-from meshplan.runtime.base.module_state import plain_attributes
+from meshplan.runtime.base.optimizer_steps import is_due
 from meshplan.runtime.checks.forward_writes import refuse_second_writes
+from meshplan.runtime.checks.kept_numbers import KeptNumbers, KeptValues
 
 _OPS: dict[str, tuple[str, ...]] = {
     "mm": ("mm", "addmm", "_grouped_mm"),
@@ -84,7 +85,7 @@ def _recomputed(module: nn.Module, context: dict[str, Any]) -> Callable[..., Any
 class _ForwardState:
     """State that a module's forward writes: running statistics, counters, averages.
 
-    It covers buffers, and attributes that are plain numbers. A recomputed forward must read the
+    It covers buffers and `KeptNumbers`. A recomputed forward must read the
     values that the first forward read, or it computes something else, and must not write them a
     second time.
     """
@@ -92,7 +93,7 @@ class _ForwardState:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._known: dict[tuple[bool, ...], list[tuple[nn.Module, str]]] = {}
-        self._known_attributes: dict[tuple[bool, ...], list[tuple[nn.Module, str]]] = {}
+        self._numbers, self._calls = KeptNumbers(), 0
 
     def as_at_first(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a forward so that its second call reads the state that its first call read.
@@ -100,21 +101,24 @@ class _ForwardState:
         After the second call, buffers and attributes have the values from before it.
         """
         starts: dict[tuple[nn.Module, str], torch.Tensor] | None = None
-        attributes: dict[tuple[nn.Module, str], Any] = {}
+        numbers: KeptValues = {}
+        kept = self._numbers
 
         @wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal starts, attributes
+            nonlocal starts, numbers
             if starts is None:
-                attributes = self._attributes()
+                self._calls += 1
+                if is_due(self._calls):
+                    kept.look(self._module)
+                numbers = kept.values()
                 starts, output = self._first(forward, args, kwargs)
-                attributes = self._changed(attributes)
+                numbers |= kept.settle()
                 return output
-            last = {(owner, name): vars(owner).get(name) for owner, name in attributes}
+            last = kept.values()
             ends = {(owner, name): owner._buffers[name] for owner, name in starts}
             try:
-                for (owner, name), value in attributes.items():
-                    vars(owner)[name] = value
+                kept.put(numbers)
                 # Clones, because autograd saves the tensors that this forward reads.
                 for (owner, name), start in starts.items():
                     owner._buffers[name] = start.clone()
@@ -122,8 +126,7 @@ class _ForwardState:
             finally:  # Also reached if torch stops recomputing early (set_checkpoint_early_stop).
                 for (owner, name), end in ends.items():
                     owner._buffers[name] = end
-                for (owner, name), value in last.items():
-                    vars(owner)[name] = value
+                kept.put(last)
                 # A hook of the parent clears the cache of TP inputs, but does not run here: only
                 # this module is recomputed.
                 forget_entered()
@@ -133,23 +136,6 @@ class _ForwardState:
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._module.modules())
-
-    def _attributes(self) -> dict[tuple[nn.Module, str], Any]:
-        """Return the numbers that a forward may change, by (module, name of the attribute)."""
-        known = self._known_attributes.get(self._modes())
-        if known is None:
-            return plain_attributes(self._module)
-        return {(owner, name): vars(owner).get(name) for owner, name in known}
-
-    def _changed(
-        self, before: dict[tuple[nn.Module, str], Any]
-    ) -> dict[tuple[nn.Module, str], Any]:
-        """Return the entries of `before` that a forward changes in the modules' current modes."""
-        modes = self._modes()
-        if modes not in self._known_attributes:
-            now = plain_attributes(self._module)
-            self._known_attributes[modes] = [k for k, v in before.items() if now.get(k, v) != v]
-        return {place: before[place] for place in self._known_attributes[modes]}
 
     def _first(
         self, forward: Callable[..., Any], args: Any, kwargs: Any

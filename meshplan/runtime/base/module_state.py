@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -14,6 +16,18 @@ from meshplan.runtime.base.pytree import tensors_in
 _PLAIN: Final = (bool, int, float, complex, str, type(None))
 
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
+
+
+_SERIES: Final = (list, deque, set)
+_DEPTH: Final = 3
+"""Levels of containers and objects that are searched: `module.state["steps"].count`."""
+_FEW: Final = 1024
+"""Items up to which a container is searched for others: a longer one is data."""
+_OTHERS: Final = ("builtins", "torch", "meshplan", "transformers", "numpy", "random")
+"""Packages whose objects count nothing: configurations, functions, generators of random numbers."""
+
+Table = dict[Any, Any]
+Series = list[Any] | deque[Any] | set[Any]
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -44,6 +58,40 @@ def plain_attributes(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
         for name, value in own_attributes(module).items()
         if type(value) in (int, float, complex)
     }
+
+
+def containers_in(values: Iterable[Any]) -> Iterator[tuple[Table | Series, type | None]]:
+    """Yield the containers among some values and in them, and the attributes of objects, each once.
+
+    The second item is the class of the object whose attributes a dict holds, else None.
+    """
+    seen: set[int] = set()
+    level = list(values)
+    for _ in range(_DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, _PLAIN) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            found, owner = _contained(value)
+            if found is None:
+                continue
+            if not isinstance(found, tuple):
+                yield found, owner
+            if len(found) <= _FEW:
+                inner += found.values() if isinstance(found, dict) else found
+        level = inner
+
+
+def _contained(value: Any) -> tuple[Table | Series | tuple[Any, ...] | None, type | None]:
+    """Return (a container, or the attributes of an object of the model's own code; its class)."""
+    if isinstance(value, dict) or type(value) in (*_SERIES, tuple):
+        return value, None
+    if isinstance(value, nn.Module | torch.Tensor | type | types.ModuleType):
+        return None, None
+    own = getattr(value, "__dict__", None)
+    is_own = type(value).__module__.partition(".")[0] not in _OTHERS
+    return (own, type(value)) if is_own and isinstance(own, dict) else (None, None)
 
 
 def tensor_attributes(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from meshplan.runtime.base.fake_mode import is_fake_execution
-from meshplan.runtime.base.module_state import has_own_class, own_attributes
+from meshplan.runtime.base.module_state import containers_in, has_own_class, own_attributes
 from meshplan.runtime.torch_private.values import versions_kept
 
 _ASIDE: Final[ContextVar[bool]] = ContextVar("aside", default=False)
@@ -28,10 +29,9 @@ def dry_run(module: nn.Module, *, evaluates: bool = True) -> Iterator[None]:
     """Run forwards in evaluation mode inside the `with` block, and undo their side effects.
 
     Evaluation mode turns dropout off, so that two runs are comparable. Afterwards buffers and
-    attributes have their previous values, even if a forward wrote into them in place. A container
-    inside the list, tuple or dict of an attribute is not restored. Modules with parameters of a
-    class of their own, such as quantised ones, keep their mode: bitsandbytes packs weights for
-    good in their first evaluation on some CPUs, and gives no gradients from then on.
+    attributes have their previous values, even if a forward wrote into them in place. Modules with
+    parameters of a class of their own, such as quantised ones, keep their mode: bitsandbytes packs
+    weights for good in their first evaluation on some CPUs, and gives no gradients from then on.
 
     Args:
         module: The module that the `with` block runs.
@@ -60,21 +60,22 @@ def dry_run(module: nn.Module, *, evaluates: bool = True) -> Iterator[None]:
 
 @contextmanager
 def untouched(values: Iterable[Any]) -> Iterator[None]:
-    """Restore the given tensors and the items of the given lists, dicts and sets after the block.
+    """Restore the given tensors, and the items of `containers_in` the values, after the block.
 
     The tensors' version counters do not change, so that a backward that saved one of them before
     does not raise because of a write inside the block.
     """
     values = list(values)
+    containers = [found for found, _ in containers_in(values)]
     tensors = {id(t): (t, t._version, t.detach().clone()) for t in _tensors(values)}
-    insides = [(value, value.copy()) for value in values if type(value) in (list, dict, set)]
+    insides = [(found, found.copy()) for found in containers]
     with versions_kept(tensor for tensor, _, _ in tensors.values()):
         try:
             yield
         finally:
-            for value, before in insides:
-                value.clear()
-                value.extend(before) if isinstance(value, list) else value.update(before)
+            for found, before in insides:
+                found.clear()
+                found.extend(before) if isinstance(found, list | deque) else found.update(before)
             with torch.no_grad():
                 for tensor, version, before in tensors.values():
                     if tensor._version != version:
@@ -82,7 +83,10 @@ def untouched(values: Iterable[Any]) -> Iterator[None]:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among these values, and those directly in a list, tuple or dict."""
+    """Yield the tensors among these values, and those directly in a list, tuple or dict.
+
+    They are copied, so those deeper inside, which may be many, are not among them.
+    """
     for value in values:
         inside = value.values() if type(value) is dict else value
         for each in inside if type(value) in (list, tuple, dict) else (value,):

@@ -41,6 +41,7 @@ from meshplan.runtime.base.mesh import gathered, local_of, submesh
 from meshplan.runtime.base.module_state import plain_attributes, tensor_attributes
 from meshplan.runtime.base.optimizer_steps import before_steps, is_due
 from meshplan.runtime.checks import write_problems
+from meshplan.runtime.checks.kept_numbers import KeptNumbers, KeptValues
 from meshplan.runtime.checks.originals import Originals
 from meshplan.runtime.checks.places import (
     Left,
@@ -86,8 +87,9 @@ class ForwardWrites:
         forwards FSDP2 may have freed that memory."""
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
         """Microbatch -> written parameters, each with its version at the end of the forward."""
-        self._attributes: dict[tuple[nn.Module, str], Any] = {}
-        """Numbers in attributes that a forward changes, as the first microbatch found them."""
+        self._numbers = KeptNumbers()
+        self._start_numbers: KeptValues = {}
+        """Numbers outside of tensors that forwards change, as the step found them."""
         self._leaves_attributes = False
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, bool]()
         self._originals = Originals()
@@ -183,19 +185,18 @@ class ForwardWrites:
             return
         if not self.microbatch:
             self._versions.clear()
+        if self.microbatch:
+            self._numbers.put(self._start_numbers)
+        else:
+            self._start_numbers = self._numbers.values()
+            if self._is_first or self._is_due():
+                self._numbers.look(self._own_model())
         if self._is_first:  # Before the first forward, any of these tensors may get written.
-            self._attributes = plain_attributes(self._own_model())
             self._originals.begin(
                 (name, place.tensor)
                 for name, place in self._places.items()
                 if place.can_be_swapped and name not in self._statistics
             )
-            return
-        for module, name in self._attributes:
-            if self.microbatch == 0:
-                self._attributes[module, name] = vars(module).get(name)
-            else:
-                vars(module)[name] = self._attributes[module, name]
 
     def _prepare(self, scope: list[TensorPlace]) -> None:
         """Let a later microbatch start from the values that the first microbatch started from.
@@ -307,11 +308,11 @@ class ForwardWrites:
             now = plain_attributes(self._own_model())
             self._leaves_attributes |= any(now.get(k, v) != v for k, v in self._plain.items())
             self._kept, self._plain = {}, {}
+        if self._repeats():
+            self._start_numbers |= self._numbers.settle()
         if self._is_first and self._repeats():
             self._is_first = False
             self._starts |= self._originals.end(self._written)
-            now = plain_attributes(self._own_model())
-            self._attributes = {k: v for k, v in self._attributes.items() if now.get(k, v) != v}
 
     @property
     def writes(self) -> bool:

@@ -111,10 +111,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 @contextmanager
 def kept(function: Any) -> Iterator[None]:
-    """Restore the state of a function, and of the modules that it uses, after the `with` block.
-
-    A container or object inside another list, dict or set is not restored.
-    """
+    """Restore the state of a function, and of the modules that it uses, after the `with` block."""
     state = _ClosureWalk()
     state.add(function, is_called=True)
     tables = [(table, dict(table)) for table in state.tables]

@@ -8,6 +8,7 @@ samples part ways (`Drifting`); without `max_norm` each rank scales the rows tha
 from __future__ import annotations
 
 import gc
+import types
 import warnings
 from typing import Any
 
@@ -87,6 +88,30 @@ class Counted(Block):
         return super().forward(x) * (1 + 0.1 * self.calls + 0.05 * self.others + 0.02 * self.times)
 
 
+class CountedElsewhere(Block):
+    """Counts its calls in other places, and lowers a number from the second call on."""
+
+    times, gain = 0, 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.kept, self.log = {"times": 0}, types.SimpleNamespace(times=0), [0]
+        self.lowered = 1.0
+
+    def write(self, x: torch.Tensor) -> None:
+        self.times += 1
+        self.table["times"] += 1
+        self.kept.times += 1
+        self.log.append(1)
+        if self.times > 1:
+            self.lowered *= 0.9
+            self.gain = self.gain * 0.95
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        times = self.times + 2 * self.table["times"] + 3 * self.kept.times + 4 * len(self.log)
+        return super().forward(x) * self.gain * self.lowered * (1 + 0.002 * times)
+
+
 class Drifting(Block):
     def write(self, x: torch.Tensor) -> None:
         self.up.weight.data.add_(0.01 * x.mean())
@@ -161,8 +186,8 @@ class Averaged(Net):
 
 BLOCKS = {
     cls.__name__: cls
-    for cls in (Block, Renormed, Clamped, Normalised, Followed, Counted, Drifting, Centred,
-                Centring, Remembering, Spectral)
+    for cls in (Block, Renormed, Clamped, Normalised, Followed, Counted, CountedElsewhere,
+                Drifting, Centred, Centring, Remembering, Spectral)
 }  # fmt: skip
 
 
@@ -218,7 +243,8 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp": (2, plan_of(mesh={"pp": 2}, **PIPE)),
     "pp x full_shard": (4, plan_of(mesh={"pp": 2, "dp_shard": 2}, **PIPE)),
 }
-RIGHT = ("Block", "Renormed", "Clamped", "Normalised", "Followed", "Counted", "Spectral")
+RIGHT = ("Block", "Renormed", "Clamped", "Normalised", "Followed", "Counted", "CountedElsewhere",
+         "Spectral")  # fmt: skip
 ONCE_MORE = "but writes other values when it is recomputed in backward"
 SECOND = "a second microbatch of the same step writes other values"
 REFUSED = {
@@ -235,6 +261,7 @@ FEW = {
     "Normalised": ("hybrid_shard", "pp"),
     "Followed": tuple(PLANS),
     "Counted": ("ddp, accumulated", "recomputed", "pp"),
+    "CountedElsewhere": ("ddp", "accumulated", "recomputed", "pp"),
     "Spectral": ("full_shard", "pp"),
 }
 """Each way of writing under the plans that treat it differently; the others are for `-m wide`."""
