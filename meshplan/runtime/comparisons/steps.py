@@ -221,8 +221,8 @@ class StepCheck:
         samples = samples_of(self._batch, self._samples, self._plan, most=most, turn=turn)
         if samples is None:
             return
-        # With pipeline stages, another number of samples would need a new recording of the forward.
-        asks_fewer = self._plan.assignment.stages is None
+        # With pipeline stages, another number of samples needs a new recording of the forward.
+        asks_fewer = self._plan.assignment.stages is None or self._step == 1
         found = compare_forwards(
             self._model,
             self._plan,

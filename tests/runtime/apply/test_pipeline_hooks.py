@@ -108,6 +108,42 @@ class ChangesLate(Changes):
     comes_late = True
 
 
+class OfTheWhole(Features):
+    """Hooks of the whole model change its input, its output and the gradient of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_pre_hook(lambda module, args: (0.5 * args[0],))
+        self.register_forward_hook(lambda module, args, output: output[: len(output)] * 1.5)
+        self.register_full_backward_pre_hook(lambda module, grads: (0.5 * grads[0],))
+        self.register_full_backward_hook(lambda module, of_inputs, of_outputs: None)
+
+
+class OfAContainer(Features):
+    """No stage has both ends of the container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_hooked = True
+        self.layers = nn.Sequential(*self.layers)
+        self.layers.register_full_backward_hook(lambda module, of_inputs, of_outputs: None)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.layers(x))
+
+
+class WritesItsInput(Features):
+    """Autograd has saved what a microbatch before wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor) -> Any:
+        x = x if self.training else x.clone()
+        return super().forward(x.mul_(0.5) * self.scale) + x
+
+
 def loss(output: Any, target: Tensor) -> Tensor:
     if isinstance(output, tuple):
         output = output[0] + output[1][1] * output[1][-2]
@@ -146,13 +182,15 @@ def train(kind: type[Features], schedule: str) -> float | str:
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-@pytest.mark.parametrize("kind", [Features, FromTheStart, FirstInput, ReturnsStates])
+@pytest.mark.parametrize(
+    "kind", [Features, FromTheStart, FirstInput, ReturnsStates, OfTheWhole, WritesItsInput]
+)
 def test_hooks_see_every_layer(pool: Any, kind: type[Features], schedule: str) -> None:
     apart = pool(2).run(train, kind, schedule)
     assert max(apart) <= TOLERANCE, apart
 
 
-@pytest.mark.parametrize("kind", [OfInnerModules, Changes, ChangesLate])
+@pytest.mark.parametrize("kind", [OfInnerModules, Changes, ChangesLate, OfAContainer])
 def test_what_stages_cannot_know_is_refused(pool: Any, kind: type[Features]) -> None:
     told = pool(2).run(train, kind, "1F1B")
     assert all(isinstance(text, str) and "fix:" in text for text in told), told

@@ -30,6 +30,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "batch": {"accumulate": 2},
         "ddp": {"find_unused_parameters": True},
     },
+    "pp, two": {"mesh": {"pp": 2}, "pipeline": {"schedule": "1F1B", "microbatches": 2}},
     "pp": {"mesh": {"pp": 2}, "pipeline": {"schedule": "1F1B", "microbatches": 4}},
 }
 
@@ -110,17 +111,25 @@ class Settling(nn.Module):
         return z
 
 
+class Sized(nn.Module):
+    """Divides by the number of samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / len(x)
+
+
 INNER: dict[str, Callable[[], nn.Module]] = {
     "centered": Centered, "halting": Halting, "norm": BatchNormed, "plain": nn.Tanh,
-    "crowded": Crowded, "routed": Routed, "settling": Settling,
+    "crowded": Crowded, "routed": Routed, "settling": Settling, "sized": Sized,
 }  # fmt: skip
 
 
 def mixing(kind: str, plan: dict[str, Any]) -> str:
-    model = meshplan.parallelize(Mixing(INNER[kind]), {"version": 1, **plan})
-    sgd = torch.optim.SGD(model.parameters(), 0.1)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(16, 8, generator=generator) * torch.logspace(-1, 2, 16)[:, None]
+    plan = {"version": 1, **plan}
+    model = meshplan.parallelize(Mixing(INNER[kind]), plan, example_inputs=x)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
     batch = meshplan.local_batch(model, (x, torch.zeros(16, 4)))
     norms = [b.clone() for n, b in model.named_buffers() if "running" in n]
     assert not [b for b in norms if b.abs().sum() != b.numel() and b.abs().sum()]
@@ -132,6 +141,12 @@ def mixing(kind: str, plan: dict[str, Any]) -> str:
         counted = [b for n, b in model.named_buffers() if "num_batches" in n]
         assert [int(b) for b in counted] == [plan.get("batch", {}).get("accumulate", 1)]
     return ""
+
+
+def test_a_pipeline_is_also_asked_about_fewer_samples(pool):
+    assert pool(2).run(mixing, "plain", PLANS["pp, two"]) == ["", ""]
+    for told in pool(2).run(mixing, "sized", PLANS["pp, two"]):
+        assert "gives a sample another output when the other samples of the batch change" in told
 
 
 @pytest.mark.filterwarnings("ignore:.*own rank")

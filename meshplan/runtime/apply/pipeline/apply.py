@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshplan.errors import ApplyError
 from meshplan.plan.plan import Plan
 from meshplan.plan.restrict import restrict
 from meshplan.runtime.apply.experts.expert_protocol import reuse_protocols
 from meshplan.runtime.apply.parameters.materialize import InitialValues
-from meshplan.runtime.apply.pipeline.hooks import hooks_of
+from meshplan.runtime.apply.pipeline.hooks import hook_problems, hooks_of, leave_hooks_of_output
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.pipeline.run import StageRuntime
 from meshplan.runtime.apply.pipeline.stage import Replay, make_stage, watch_calls
@@ -38,14 +39,21 @@ def apply_pipeline(
 
     Returns:
         The module to train.
+
+    Raises:
+        ApplyError: A hook would be called by no stage.
     """
     stages = plan.assignment.stages
     assert stages is not None
     place = dist.get_rank(submesh(mesh, ("pp",)).get_group())
     parts: dict[int, StageRuntime] = {}
     names = tuple(model.state_dict())
+    if problems := hook_problems(model, stages):
+        raise ApplyError(problems)
     for stage in stages.of_rank(place):
         module = make_stage(model, plan.graph, stages, stage)
+        if stage < stages.num - 1:
+            leave_hooks_of_output(module)
         hooks = hooks_of(module, dict.fromkeys(unit for unit, _ in stages.units))
         part = restrict(plan, stage)
         own = part.assignment.tensors

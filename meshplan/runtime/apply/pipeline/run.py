@@ -30,6 +30,7 @@ from meshplan.runtime.apply.pipeline.split_backward import (
     second_half,
 )
 from meshplan.runtime.apply.pipeline.stage import Program, Replay
+from meshplan.runtime.base.batch import mapped
 from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.phases import begin
@@ -201,6 +202,10 @@ class PipelineStep:
         replay = part.replay
         replay.program, replay.received = program, flight.received
         args, kwargs = self.microbatches[m]
+        if program.writes_inputs:
+            # The next stage of this rank reads it again. Microbatches are views of one tensor, of
+            # which autograd saves nothing that a later microbatch may write.
+            args, kwargs = mapped((args, kwargs), torch.clone)
         begin_microbatch(part.module, self.before + m)
         try:
             output = part.module(*args, **kwargs)

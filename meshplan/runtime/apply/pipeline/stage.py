@@ -63,6 +63,11 @@ class Program:
     last: int
     answer: Any
 
+    @property
+    def writes_inputs(self) -> bool:
+        """True if the forward overwrites one of its inputs, or a part of it."""
+        return any(value in self.written for _, value in self.flow.inputs)
+
     def sent(self, stage: int) -> tuple[int, ...]:
         """Return the ids of the values that a stage sends to the next one."""
         return self.relay.crossing[stage] if stage < len(self.relay.crossing) else ()
