@@ -26,6 +26,7 @@ from meshplan.runtime.base.batch import chunked
 from meshplan.runtime.base.batch_agreement import num_samples
 from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import gathered
+from meshplan.runtime.base.module_state import contents
 from meshplan.runtime.base.optimizer_steps import is_due
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.checks.forward_writes import writes_in_forward
@@ -42,6 +43,7 @@ from meshplan.runtime.comparisons.given import (
 from meshplan.runtime.comparisons.halves import WIDE, Three, loss_problem, three_of
 from meshplan.runtime.comparisons.independence import SampleFindings, compare_forwards
 from meshplan.runtime.comparisons.mixing import follows_statistics, mixing_problem, name_mixing
+from meshplan.runtime.comparisons.repeats import repeat_problem
 from meshplan.runtime.comparisons.samples import largest, samples_of
 from meshplan.runtime.comparisons.tokens import (
     AMOUNTS,
@@ -92,6 +94,7 @@ class StepCheck:
         self._if_uneven = Uneven()
         self._has_compared = False
         self._has_seen = False
+        self._kept: list[Any] = []
         if self._is_on:
             microbatches = num_parts(plan) // plan.mesh.size(*GRADIENT_AXES)
             self._batch = batch
@@ -104,7 +107,10 @@ class StepCheck:
 
         It observes side effects of the call (`Watched`).
         """
-        return self._watched.call(output, targets) if self._is_on else nullcontext()
+        if not self._is_on:
+            return nullcontext()
+        self._kept = self._kept_by_modules()
+        return self._watched.call(output, targets)
 
     def see(self, output: Any, targets: Any, given: Any) -> None:
         """Compare the loss of the first microbatch with the losses of its halves.
@@ -121,12 +127,18 @@ class StepCheck:
         self._few.keep(output, targets)
         if self._has_seen:
             return
-        self._has_seen = True
+        kept, self._has_seen = self._kept_by_modules(), True
         if gather.num_gathered != self._gathered or self._watched.sends:
             return
         plan, samples = self._plan, self._samples
 
         known = None if self._watched.writes else given
+        # A loss may take from the model, once, what its forward has left there.
+        is_apart = plan.num_microbatches > 1 and self._kept == kept
+        if known is not None and is_apart and not plan.spec.batch.per_rank:
+            self._problem = repeat_problem(self._loss_fn, output, targets, known, plan)
+            if self._problem is not None:
+                return
 
         def three(tokens: int | None = None, most: int = WIDE) -> Three | None:
             return three_of(self._loss_fn, output, targets, known, samples, tokens, most)
@@ -254,9 +266,17 @@ class StepCheck:
         Hooks that the user registered count as well, because they may keep state in lists and
         closures, which cannot be restored.
         """
+        return any(writes_in_forward(part) or _has_own_hooks(part) for part in self._parts())
+
+    def _parts(self) -> list[nn.Module]:
+        """Return the user's module, or with a pipeline the modules of this rank's stages."""
         model = self._model
-        parts = model.stage_modules if isinstance(model, PipelinedModule) else [own_module(model)]
-        return any(writes_in_forward(part) or _has_own_hooks(part) for part in parts)
+        return model.stage_modules if isinstance(model, PipelinedModule) else [own_module(model)]
+
+    def _kept_by_modules(self) -> list[Any]:
+        """Return what modules keep in attributes, to compare it; nothing after the first call."""
+        is_asked = self._plan.num_microbatches > 1 and not self._has_seen
+        return [contents(part) for part in self._parts()] if is_asked else []
 
     def _refuse_mixing(self, found: SampleFindings, named: tuple[str, nn.Module] | None) -> None:
         is_norm = named is not None and follows_statistics(named[1])

@@ -153,14 +153,15 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], nn.Module]]] = {
 }
 
 
-def trained(case: str) -> tuple[str, float, float]:
+def trained(case: str, accumulate: int = 1) -> tuple[str, float, float]:
     """(the refusal, how far loss and parameters are from one process, after one step)."""
     make_loss, make_net = CASES[case]
     generator = torch.Generator().manual_seed(0)
     alone = make_net()
     x = torch.randn(SAMPLES, 6, generator=generator).to(next(alone.parameters()).dtype)
     y = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
-    model = meshplan.parallelize(make_net(), {"version": 1, "strategy": "ddp"})
+    plan = {"version": 1, "strategy": "ddp", "batch": {"accumulate": accumulate}}
+    model = meshplan.parallelize(make_net(), plan)
     sgd = [torch.optim.SGD(each.parameters(), 0.1) for each in (alone, model)]
     ends = []
     random.seed(0)
@@ -190,6 +191,56 @@ def test_a_loss_that_does_more_than_to_return_a_number_trains_as_alone(pool, cas
         # Half precision rounds the mean of both halves otherwise.
         assert loss <= (1e-2 if "half" in case or "autocast" in case else 1e-5)
         assert state <= (1e-3 if "half" in case or "autocast" in case else 1e-6)
+
+
+WARMING = [case for case in CASES if case.startswith("warms up")]
+
+
+@pytest.mark.parametrize("case", WARMING)
+def test_a_loss_that_changes_from_microbatch_to_microbatch_is_refused(pool, case):
+    for told, _, _ in pool(2).run(trained, case, 2):
+        assert "keeps something from call to call" in told
+        assert "change what it keeps once a step" in told
+
+
+class Taken(Net):
+    """Leaves a loss of its own, which the loss function takes from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = []
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.layers[:2](x)
+        self.left.append(hidden.square().mean())
+        return self.layers[2](hidden)
+
+
+def takes() -> float:
+    """How far the loss is from one process."""
+    net, alone = Taken(), Taken()
+    plan = {"version": 1, "strategy": "ddp", "batch": {"accumulate": 2}}
+    model = meshplan.parallelize(net, plan)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 6, generator=generator)
+    y = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+
+    def loss_of(of: Taken) -> Callable[[Tensor, Tensor], Tensor]:
+        def loss(output: Tensor, targets: Tensor) -> Tensor:
+            total = PLAIN(output, targets) + sum(of.left)
+            of.left.clear()
+            return total
+
+        return loss
+
+    expected = loss_of(alone)(alone(x), y)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    found = meshplan.train_step(model, sgd, *meshplan.local_batch(model, (x, y)), loss_of(net))
+    return abs(found - expected.item())
+
+
+def test_a_loss_that_takes_from_the_model_is_left_alone(pool):
+    assert max(pool(2).run(takes)) <= 1e-6
 
 
 def padded(lengths: tuple[int, int]) -> list[float]:
