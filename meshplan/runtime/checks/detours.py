@@ -140,22 +140,29 @@ def explain_mixed_losses() -> None:
     """
 
     def backward(loss: DTensor, *args: Any, **kwargs: Any) -> None:
-        try:
+        with explaining_mixed_losses():
             torch.Tensor.backward(loss, *args, **kwargs)
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            raise ApplyError(_mixed()) from error
 
     setattr(DTensor, "backward", backward)  # noqa: B010  (mypy takes a method for final)
+
+
+@contextmanager
+def explaining_mixed_losses() -> Iterator[None]:
+    """Explain torch's error about the gradient of a sum of a plain and a sharded tensor."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise ApplyError(_mixed()) from error
 
 
 def _mixed() -> Problem:
     return Problem(
         "the loss is a DTensor: a value computed from sharded parameters was added to a plain "
         "tensor, and torch cannot compute the gradient of the sum",
-        fix="convert the value computed from parameters to a plain tensor first: "
-        "penalty.full_tensor(), or sum(p.full_tensor() for p in penalties)",
+        fix="make each value that was computed from a parameter plain before it is added to "
+        "another: penalty.full_tensor() if isinstance(penalty, DTensor) else penalty",
     )
 
 

@@ -17,7 +17,7 @@ from meshplan.runtime.apply.context.batch import sequence_of_rank
 from meshplan.runtime.apply.data.data import reshard_units, set_gradient_sync
 from meshplan.runtime.apply.loss.loss_mode import loss_mode
 from meshplan.runtime.apply.loss.loss_weights import Weights, weighing
-from meshplan.runtime.apply.loss.vocab_parallel_loss import take_loss
+from meshplan.runtime.apply.loss.vocab_parallel_loss import is_on, take_loss
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import applied, own_module
 from meshplan.runtime.base.batch import as_arguments, chunked, mapped, part_of
@@ -30,6 +30,7 @@ from meshplan.runtime.base.digest import mark
 from meshplan.runtime.base.fake_mode import is_fake_execution, numbers
 from meshplan.runtime.base.mesh import device, gathered
 from meshplan.runtime.base.phases import begin
+from meshplan.runtime.checks.detours import explaining_mixed_losses
 from meshplan.runtime.checks.forward_writes import begin_microbatch
 from meshplan.runtime.checks.outside import guard_loss
 from meshplan.runtime.checks.tp_replicas import check_loss
@@ -164,7 +165,8 @@ def train_step(
                 output = _call(model, part)
             loss = take(output, target)
             del output
-            (loss * (state.loss_scale / count)).backward()
+            with nullcontext() if is_on() else explaining_mixed_losses():
+                (loss * (state.loss_scale / count)).backward()
         # Sum in float32 at least: half precision would round the mean.
         total = total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
     if not state.is_tested and state.plan.mesh.size("tp") > 1:

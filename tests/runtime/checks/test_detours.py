@@ -130,3 +130,53 @@ def test_a_penalty_on_sharded_parameters_is_told_what_to_add(pool):
         for said, apart in pool(2).run(penalised, plan, is_whole):
             assert said == ""
             assert apart < 1e-6
+
+
+TP = {
+    "mesh": {"tp": 2},
+    "rules": [{"match": "head", "place": {"tp": "colwise_gather_output"}}],
+}
+"""The blocks stay plain, so that a sum over all parameters is one of two kinds."""
+
+
+def penalised_inside(plan: dict[str, Any], form: str) -> tuple[str, float]:
+    """What is said to a loss function that reads the parameters, and how far it is from alone."""
+    torch.manual_seed(0)
+    alone = Plain()
+    inner = copy.deepcopy(alone)
+    model = meshplan.parallelize(inner, {"version": 1, **plan}, example_inputs=batch()[0])
+    x, y = batch()
+
+    def plain(value: Any) -> Any:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def loss(output: Any, targets: Any, module: nn.Module = inner) -> Any:
+        terms = [p.square().sum() for p in module.parameters()]
+        if form == "each":
+            terms = [plain(term) for term in terms]
+        penalty = plain(sum(terms)) if form == "sum" else sum(terms)
+        return F.mse_loss(output, targets) + 1e-2 * penalty
+
+    expected = loss(alone(x), y, alone)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        found = meshplan.train_step(model, sgd, *meshplan.local_batch(model, (x, y)), loss)
+    except meshplan.ApplyError as error:
+        return str(error), 0.0
+    expected.backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    full, state = meshplan.full_state_dict(model), alone.state_dict()
+    apart = max([0.0, *((full[n] - state[n]).abs().max().item() for n in full)])
+    return "", max(abs(found - expected.item()), apart)
+
+
+@pytest.mark.parametrize("form", ["as they are", "sum", "each"])
+def test_a_loss_that_reads_parameters_is_right_or_told_what_to_add(pool, form):
+    for said, apart in pool(2).run(penalised_inside, TP, form):
+        assert ("penalty.full_tensor()" in said) == (form != "each"), said
+        assert apart < 1e-6
+
+
+def test_a_loss_that_reads_parameters_of_other_stages_is_refused(pool):
+    for said, _ in pool(2).run(penalised_inside, PLANS["pp"], "each"):
+        assert "reads parameters of the model that was given to parallelize" in said

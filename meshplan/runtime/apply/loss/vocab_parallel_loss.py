@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 from meshplan.errors import ApplyError, Problem
+from meshplan.runtime.base.pytree import tensors_in
 
 _NAMES: Final = (
     "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction",
@@ -37,6 +38,12 @@ _DEFAULTS: Final[dict[str, Any]] = {
 _LOGSUMEXP: Final = (torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)
 _MIXED: Final = "mixed torch.Tensor and DTensor"
 """Part of the message that DTensor raises when it is mixed with a plain tensor."""
+_NOT_HERE: Final = Problem(
+    "loss_fn reads parameters of the model that was given to parallelize, which has none under pp: "
+    "each stage has its own",
+    fix="return from the forward what the loss needs of the parameters, or use the optimizer's "
+    "weight_decay for a penalty on weights",
+)
 _MIXES: Final = Problem(
     "the loss uses logits sharded over the vocabulary in an op other than cross_entropy and "
     "logsumexp (see the traceback above)",
@@ -244,7 +251,8 @@ def take_loss(loss_fn: Callable[[Any, Any], Any], output: Any, targets: Any) -> 
         The loss, or a tuple if `loss_fn` returns a tuple or a list.
 
     Raises:
-        ApplyError: The loss function mixes sharded logits with plain tensors.
+        ApplyError: The loss function mixes sharded logits with plain tensors, or reads parameters
+            that are not here.
     """
     try:
         loss = loss_fn(output, targets)
@@ -253,11 +261,15 @@ def take_loss(loss_fn: Callable[[Any, Any], Any], output: Any, targets: Any) -> 
             raise
         raise ApplyError(_MIXES) from error
     if isinstance(loss, tuple | list):
-        return tuple(map(_whole, loss))
-    return _whole(loss)
+        return tuple(_whole(each, output) for each in loss)
+    return _whole(loss, output)
 
 
-def _whole(loss: Any) -> Any:
+def _whole(loss: Any, output: Any) -> Any:
+    if not isinstance(loss, torch.Tensor):
+        return loss
+    if loss.is_meta and not any(tensor.is_meta for _, tensor in tensors_in(output)):
+        raise ApplyError(_NOT_HERE)
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
