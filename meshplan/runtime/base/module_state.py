@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -92,6 +93,39 @@ def _contained(value: Any) -> tuple[Table | Series | tuple[Any, ...] | None, typ
     own = getattr(value, "__dict__", None)
     is_own = type(value).__module__.partition(".")[0] not in _OTHERS
     return (own, type(value)) if is_own and isinstance(own, dict) else (None, None)
+
+
+@contextmanager
+def containers_kept(values: Iterable[Any]) -> Iterator[None]:
+    """Give `containers_in` some values the items back that they had before the `with` block."""
+    insides = [(found, found.copy()) for found, _ in containers_in(values)]
+    try:
+        yield
+    finally:
+        for found, before in insides:
+            found.clear()
+            found.extend(before) if isinstance(found, list | deque) else found.update(before)
+
+
+def held_by_hooks(model: nn.Module) -> list[Any]:
+    """Return what hooks of forwards hold: the variables of closures, and owners of methods."""
+    found: list[Any] = []
+    for module in model.modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            owner = getattr(hook, "__self__", hook)
+            found += [] if isinstance(owner, nn.Module) else [owner]
+            function = getattr(hook, "__func__", hook)
+            if getattr(function, "__module__", "").partition(".")[0] not in ("torch", "meshplan"):
+                cells = getattr(function, "__closure__", None) or ()
+                found += [cell.cell_contents for cell in cells if _is_set(cell)]
+    return found
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # The variable is not assigned yet.
+        return False
 
 
 def tensor_attributes(model: nn.Module) -> dict[str, torch.Tensor]:

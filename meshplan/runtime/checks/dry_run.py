@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from meshplan.runtime.base.fake_mode import is_fake_execution
-from meshplan.runtime.base.module_state import containers_in, has_own_class, own_attributes
+from meshplan.runtime.base.module_state import containers_kept, has_own_class, own_attributes
 from meshplan.runtime.torch_private.values import versions_kept
 
 _ASIDE: Final[ContextVar[bool]] = ContextVar("aside", default=False)
@@ -66,16 +65,12 @@ def untouched(values: Iterable[Any]) -> Iterator[None]:
     does not raise because of a write inside the block.
     """
     values = list(values)
-    containers = [found for found, _ in containers_in(values)]
     tensors = {id(t): (t, t._version, t.detach().clone()) for t in _tensors(values)}
-    insides = [(found, found.copy()) for found in containers]
-    with versions_kept(tensor for tensor, _, _ in tensors.values()):
+    written = (tensor for tensor, _, _ in tensors.values())
+    with containers_kept(values), versions_kept(written):
         try:
             yield
         finally:
-            for found, before in insides:
-                found.clear()
-                found.extend(before) if isinstance(found, list | deque) else found.update(before)
             with torch.no_grad():
                 for tensor, version, before in tensors.values():
                     if tensor._version != version:

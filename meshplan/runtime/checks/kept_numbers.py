@@ -1,8 +1,8 @@
 """Numbers that a model keeps outside of tensors and changes in its forward.
 
 A model may count its forwards, or lower a temperature, in an attribute, in a dict or an object that
-an attribute holds, or in the length of a list. One process runs one forward in a step, so each
-microbatch, and a forward that is recomputed, has to find the numbers that the first one found.
+an attribute or a hook holds, or in the length of a list. One process runs one forward in a step, so
+each microbatch, and a forward that is recomputed, has to find the numbers that the first one found.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from meshplan.runtime.base.module_state import Table, containers_in, own_attributes
+from meshplan.runtime.base.module_state import Table, containers_in, held_by_hooks, own_attributes
 
 _NUMBERS: Final = (int, float, complex)
 """Not booleans: code that sets a flag, such as one for a preparation in the first call, has other
@@ -112,4 +112,6 @@ def _series_of(model: nn.Module) -> Iterator[_Series]:
 
 
 def _attributes_of(model: nn.Module) -> list[Any]:
-    return [value for module in model.modules() for value in own_attributes(module).values()]
+    """Return what modules hold in attributes, and hooks of their forwards in closures."""
+    values = (v for module in model.modules() for v in own_attributes(module).values())
+    return [*values, *held_by_hooks(model)]

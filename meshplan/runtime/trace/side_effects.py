@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from meshplan.errors import ApplyError, Problem
+from meshplan.runtime.base.module_state import containers_kept, held_by_hooks
 
 _LruCache: Final = type(functools.lru_cache(lambda: None))
 _DEPTH: Final = 4
@@ -82,7 +83,8 @@ def nothing_left(model: nn.Module) -> Iterator[Trace]:
     before = [(at, _copied(at)) for at in outside if _can_change(at)]
     trace = Trace(before=before, caches=caches)
     try:
-        yield trace
+        with containers_kept(held_by_hooks(model)):  # Such as a count of calls.
+            yield trace
     except BaseException:
         # The traceback keeps all objects alive, so we cannot check that nothing else does.
         _take_out(trace)

@@ -97,6 +97,13 @@ class CountedElsewhere(Block):
         super().__init__()
         self.table, self.kept, self.log = {"times": 0}, types.SimpleNamespace(times=0), [0]
         self.lowered = 1.0
+        seen = {"times": 0}
+
+        def hook(module: nn.Module, args: Any) -> Any:
+            seen["times"] += 1
+            return (args[0] * (1 + 0.01 * seen["times"]),)
+
+        self.register_forward_pre_hook(hook)
 
     def write(self, x: torch.Tensor) -> None:
         self.times += 1
