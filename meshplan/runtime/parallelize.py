@@ -271,9 +271,8 @@ def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             yield Problem(f"{name} is not contiguous", fix="assign param.data = param.contiguous()")
         if parameter.grad is not None:
             yield Problem(f"{name} has a gradient already", fix="call model.zero_grad() first")
-        is_partial = bool(parameter._backward_hooks) and plan.num_parts > 1
-        is_lost = bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-        if is_partial or (is_lost and not keeps_parameters):
+        is_hooked = bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+        if is_hooked and (plan.num_parts > 1 or not keeps_parameters):
             yield Problem(
                 f"{name} has a gradient hook, which would be lost, or get the gradient of only "
                 "a part of the batch",

@@ -141,8 +141,8 @@ def _take_over(name: str, hooks: _GradHooks) -> None:
     """Move torch's hooks on a parameter of an FSDP unit, which torch never calls, to `hooks`.
 
     Raises:
-        ApplyError: The parameter is in no FSDP unit and has a hook, which torch therefore does
-            call, but with the gradient of only a part of the batch.
+        ApplyError: The parameter has a hook that torch does call, but with the gradient of only a
+            part of the batch.
     """
     placed = hooks.plan.assignment.tensors[name]
     is_sharded = placed.unit is not None and hooks.plan.assignment.wrapper == "units"
@@ -155,6 +155,16 @@ def _take_over(name: str, hooks: _GradHooks) -> None:
             param._backward_hooks = None
         elif len(found) > hasattr(param, LAYS_GRADIENTS) and hooks.plan.num_parts > 1:
             raise ApplyError(_partial_problem(name))
+        # FSDP2 calls these with the reduced gradient, in the backward of each microbatch.
+        is_whole = is_sharded and hooks.plan.num_microbatches == 1
+        later = (param._post_accumulate_grad_hooks or {}).values()
+        if hooks.plan.num_parts > 1 and not is_whole and not all(map(_is_no_users, later)):
+            raise ApplyError(_partial_problem(name))
+
+
+def _is_no_users(hook: Any) -> bool:
+    hook = getattr(hook, "func", hook)
+    return (getattr(hook, "__module__", None) or "").partition(".")[0] in ("torch", "meshplan")
 
 
 def _is_of_fsdp(hook: Any) -> bool:

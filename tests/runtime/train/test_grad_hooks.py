@@ -35,6 +35,9 @@ def train(
         calls += 1
         return clamp(gradient)
 
+    def accumulated(param: torch.Tensor) -> None:
+        param.grad.copy_(counted(param.grad))
+
     torch.manual_seed(0)
     alone = Plain()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
@@ -47,8 +50,15 @@ def train(
         for name in NAMES:
             if how == "meshplan":
                 meshplan.register_grad_hook(model, name, counted)
+                continue
+            # A stage holds one of the two.
+            param = dict(getattr(model, "module", model).named_parameters()).get(name)
+            if param is None:
+                continue
+            if how == "accumulated":
+                param.register_post_accumulate_grad_hook(accumulated)
             else:
-                getattr(model, "module", model).get_parameter(name).register_hook(counted)
+                param.register_hook(counted)
         for _ in range(3):
             x, y = meshplan.local_batch(model, batch())
             if loop == "train_step":
@@ -113,6 +123,28 @@ def test_torchs_own_hooks_on_parts_of_the_batch_are_refused(pool, plan):
     world, words = PLANS[plan]
     for refused, _, _ in pool(world).run(train, words, "torch"):
         assert "has a gradient hook, which torch calls with a partial gradient" in refused
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_hooks_on_accumulated_gradients_are_right_or_refused(pool, plan):
+    world, words = PLANS[plan]
+    told = pool(world).run(train, words, "accumulated")
+    if "ddp" in plan or plan == "pp":
+        assert all("with a partial gradient" in refused for refused, _, _ in told), told
+    for refused, apart, _ in told:
+        assert refused or apart <= parity.TOLERANCE, told
+
+
+def hooked_before() -> str:
+    model = Plain()
+    model.head.weight.register_post_accumulate_grad_hook(lambda param: None)
+    with pytest.raises(meshplan.PlanError) as caught:
+        meshplan.parallelize(model, {"version": 1, "strategy": "ddp"})
+    return str(caught.value)
+
+
+def test_so_are_those_of_before_parallelize(pool):
+    assert all("head.weight has a gradient hook" in told for told in pool(2).run(hooked_before))
 
 
 def unknown() -> str:
