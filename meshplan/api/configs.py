@@ -9,7 +9,7 @@ from typing import Unpack
 from meshplan.api import checking
 from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
 from meshplan.errors import PlanError
-from meshplan.interop.configs.exporting import ExportedConfig, export_spec
+from meshplan.interop.configs.exporting import ExportedConfig, check_name, export_spec
 from meshplan.interop.configs.importing import ImportedPlan, import_file
 from meshplan.interop.configs.tools import TOOLS
 
@@ -41,6 +41,19 @@ def import_config(
     return import_file(
         os.fspath(path), TOOLS, tool=tool, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu
     )
+
+
+def check_config_name(path: str | os.PathLike[str], to: str) -> None:
+    """Refuse a name for an exported file that ends as files of another form do.
+
+    Args:
+        path: The file that is to be written.
+        to: Name of the tool, as for `import_config`.
+
+    Raises:
+        SpecError: The name ends so, or there is no such tool.
+    """
+    check_name(os.fspath(path), to, TOOLS)
 
 
 def export_config(

@@ -44,6 +44,9 @@ def _import(args: argparse.Namespace) -> int:
     for flag, count in (("--nodes", args.nodes), ("--gpus-per-node", args.gpus_per_node)):
         if count is not None and count < 1:
             raise SpecError(Problem(f"{count} is not a number of at least 1", Origin(flag)))
+    if args.output is not None and not args.output.endswith((".yaml", ".yml")):
+        what, stem = "a plan is YAML, and so its name ends", os.path.splitext(args.output)[0]
+        raise SpecError(Problem(what, Origin(args.output), f"write -o {stem}.yaml"))
     _check_new(args.output, "the plan")
     imported = import_config(
         args.config_file, args.tool, nodes=args.nodes, gpus_per_node=args.gpus_per_node,
@@ -81,9 +84,11 @@ def _export_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from meshplan.api.configs import export_config
+    from meshplan.api.configs import check_config_name, export_config
     from meshplan.render.configs import export_to_json, unsaid_to_text
 
+    if args.output is not None:
+        check_config_name(args.output, args.to)
     _check_new(args.output, "the file")
     exported = export_config(source_of(args), args.to)
     is_given = args.partial or not exported.is_decisive

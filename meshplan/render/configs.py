@@ -55,8 +55,9 @@ def import_to_json(imported: ImportedPlan, *, is_given: bool, file: str | None) 
 
 
 def unsaid_to_text(exported: ExportedConfig) -> list[str]:
-    """Return a line for each statement of the plan that the file does not say."""
-    return [f"not in the file: {statement} ({why})" for statement, why in exported.unsaid]
+    """Return a line for each statement that the file lacks, or that the tool adds."""
+    lines = [f"not in the file: {statement} ({why})" for statement, why in exported.unsaid]
+    return lines + [f"not in the plan: {each} ({why})" for each, why in exported.assumed]
 
 
 def export_to_json(exported: ExportedConfig, *, is_given: bool, file: str | None) -> dict[str, Any]:
@@ -66,4 +67,5 @@ def export_to_json(exported: ExportedConfig, *, is_given: bool, file: str | None
         "config": exported.text if is_given else None,
         "file": file,
         "unsaid": [{"statement": statement, "why": why} for statement, why in exported.unsaid],
+        "assumed": [{"statement": statement, "why": why} for statement, why in exported.assumed],
     }

@@ -95,6 +95,29 @@ def test_a_pipeline_takes_all_its_microbatches_at_once(tmp_path):
     assert plan["pipeline"] == {"microbatches": 4}
 
 
+def test_experts_of_deepspeed_are_sharded_only_if_that_is_enabled(tmp_path):
+    content = with_key(DEEPSPEED, "expert_parallel.autoep_size", 2)
+    (key,) = imported(tmp_path, content).of("irrelevant")
+    assert "unless expert_parallel.enabled is true" in key.note
+    content = with_key(content, "expert_parallel.enabled", True)
+    assert plan_of(imported(tmp_path, content))["mesh"]["ep"] == "2 in dp_shard"
+
+
+def test_a_default_that_differs_between_releases_is_told(tmp_path):
+    """DeepSpeed clips at 1 if the key is left out, but only in newer releases."""
+    result = imported(tmp_path, DEEPSPEED)
+    assert "0.19.4 and later" in " ".join(result.notes)
+    assert "clip_grad_norm" not in plan_of(result)
+    assert imported(tmp_path, with_key(DEEPSPEED, "gradient_clipping", 0)).notes == ()
+
+
+def test_nanotron_computes_in_bfloat16_if_left_out(tmp_path):
+    content = "parallelism: {dp: 8, pp: 1, tp: 1}\nmodel: {ddp_bucket_cap_mb: 25}\n"
+    content += "optimizer: {accumulate_grad_in_fp32: true}\n"
+    plan = plan_of(imported(tmp_path, content, "t.yaml"))
+    assert plan["precision"] == "bf16-mixed"
+
+
 @pytest.mark.parametrize(
     ("path", "value", "verdict", "words"),
     [

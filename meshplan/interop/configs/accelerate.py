@@ -222,6 +222,7 @@ TOOL: Final = ConfigTool(
     looked_for="a YAML with distributed_type",
     table=ConfigTable((*ROWS, *(replace(row, is_written=False) for row in _OTHERS))),
     suffixes=(".yaml", ".yml", ".json"),
+    written=("YAML", (".yaml", ".yml")),
     recognises=recognises,
     prepare=prepare,
     settle=settle,

@@ -70,7 +70,7 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
     say("train_batch_size", "batch.global", whole()),
     say("train_micro_batch_size_per_gpu", "batch.micro", whole()),
     say("gradient_accumulation_steps", "batch.accumulate", whole()),
-    say("gradient_clipping", "clip_grad_norm", positive(off=0)),
+    say("gradient_clipping", "clip_grad_norm", positive(off=0), none=0.0),
     # Precision
     say("bf16.enabled", "precision", flag(mixed("bfloat16", "bfloat16"))),
     say("bfloat16.enabled", "precision", flag(mixed("bfloat16", "bfloat16")), is_written=False),
@@ -168,8 +168,9 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
                                   "activation_checkpointing: {mode: full, every: N}"))})),
     *skip("stages send whole activations", "seed_layers pipe_partitioned grad_partitioned",
           "pipeline."),
+    say("expert_parallel.enabled", "has_autoep", flag(), "without it the section has no effect"),
     say("expert_parallel.autoep_size", "mesh.ep", whole()),
-    *skip("the router and the experts are found in the model", "enabled preset_model "
+    *skip("the router and the experts are found in the model", "preset_model "
           "moe_layer_pattern expert_pattern router_pattern comm_backend use_grouped_mm "
           "disable_triton_grouped_mm route_norm route_scale score_apply combine_impl "
           "row_weighting_impl gate_up_impl comm_num_sm comm_qp_margin comm_max_tokens_per_rank "
@@ -237,8 +238,19 @@ def recognises(root: PlanValue) -> bool:
     return any(key in root.data for key in own)
 
 
+def _settle_own(draft: Draft, root: PlanValue) -> None:
+    """Settle a file of DeepSpeed's own, whose releases differ in what they clip at."""
+    settle(draft, root)
+    if "gradient_clipping" not in root.data:
+        draft.notes.append(
+            "gradient_clipping is left out: this plan does not clip. DeepSpeed 0.19.4 and later "
+            "releases clip at 1.0 then, 0.19.0 and earlier ones do not: write clip_grad_norm: 1.0 "
+            "if the file was trained with one that does."
+        )
+
+
 def settle(draft: Draft, root: PlanValue) -> None:
-    """Relate offload, MiCS, Ulysses and pipelines, and reduce in the dtype of the forward."""
+    """Relate offload, MiCS, Ulysses, experts and pipelines; reduce in the dtype of the forward."""
     precision = draft.get("precision")
     if precision is not None:
         draft.set("precision", {**precision, "reduce": precision["param"]})
@@ -257,6 +269,10 @@ def settle(draft: Draft, root: PlanValue) -> None:
             what = "mics_shard_size needs stage 3"
             draft.problems.append(Problem(what, draft.origin("mesh.dp_shard"), "set stage to 3"))
         draft.set("strategy", "hybrid_shard")
+    draft.moved["has_autoep"] = "mesh.ep"
+    experts = draft.facts.get("mesh.ep", StatedFact(1))
+    if not draft.pop("has_autoep") and any("autoep_size" in each for each in experts.sources):
+        draft.pop("mesh.ep", "it has no effect unless expert_parallel.enabled is true")
     if draft.get("mesh.cp", 1) > 1:
         draft.set("context.attention", "all_to_all", after="mesh.cp")
     if draft.get("offload.activations"):
@@ -274,6 +290,12 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
         if facts["precision"] == mixed("float32"):
             facts.pop("precision")
             facts["precision.reduce"] = "float32"
+    is_pipeline = facts.get("mesh.pp", 1) > 1
+    if is_pipeline and facts.get("strategy") in ("zero2", "full_shard"):
+        whys["strategy"] = "its pipelines take stages 0 and 1 of ZeRO only"
+        facts.pop("strategy")
+    if facts.get("mesh.ep", 1) > 1:
+        facts["has_autoep"] = True
     if facts.get("strategy", "").startswith("hybrid"):
         whys["strategy"] = "its schema has no replicas of shards (MiCS is not in 0.19): full_shard"
         facts.pop("strategy")
@@ -287,6 +309,12 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
     if facts.get("offload.activations") and facts.get("activation_checkpointing") != "full":
         whys["offload.activations"] = "it offloads the inputs of recomputed blocks only"
         facts.pop("offload.activations")
+    if facts.get("activation_checkpointing") == "full" and not is_pipeline:
+        facts.pop("activation_checkpointing")
+        if not facts.get("offload.activations"):
+            whys["activation_checkpointing"] = (
+                "outside of its pipelines the model's code calls DeepSpeed's checkpoint function"
+            )
     return whys
 
 
@@ -301,10 +329,11 @@ TOOL: Final = ConfigTool(
     looked_for="a JSON with zero_optimization or train_batch_size",
     table=ConfigTable(ROWS),
     suffixes=(".json", ".hjson"),
+    written=("JSON", (".json", ".hjson")),
     recognises=recognises,
-    settle=settle,
+    settle=_settle_own,
     unsettle=unsettle,
     dump=dump,
     implied=("context.attention",),
-    assumed={"precision": mixed("float32")},
+    assumed={"precision": mixed("float32"), "pipeline.schedule": "1F1B"},
 )

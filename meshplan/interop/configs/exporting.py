@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from meshplan.errors import Origin, PlanError, Problem, SpecError
-from meshplan.interop.configs.importing import ConfigTool
-from meshplan.interop.configs.statements import Facts, facts_of, split_microbatches, word_of
+from meshplan.interop.configs.importing import ConfigTool, shortly
+from meshplan.interop.configs.statements import (
+    Facts,
+    facts_of,
+    split_microbatches,
+    word_of,
+)
 from meshplan.interop.configs.table import ABSENT
 from meshplan.shown import shown
 from meshplan.spec.spec import Spec
@@ -17,6 +23,8 @@ from meshplan.spec.values import join, quote
 _DECISIVE: Final = ("strategy", "mesh.", "precision", "batch.", "pipeline.", "offload.")
 """Without these, the file would train another plan."""
 _OUTSIDE: Final = "the training program states it"
+_LEFT_OPEN: Final = ("batch.", "optimizer")
+"""Facts of which a plan that leaves them out assumes nothing, or what the program states."""
 _LAUNCHED: Final = ("hardware.nodes", "hardware.gpus_per_node", "world_size")
 
 
@@ -29,6 +37,8 @@ class ExportedConfig:
         tool: Name of the tool.
         text: The file.
         unsaid: What the plan states and the file does not say: pairs (statement, why).
+        assumed: What the tool assumes because the file does not say it, and the plan leaves open:
+            pairs (statement, why).
         is_decisive: True if something of `unsaid` is about layouts or the batch, so that the tool
             would train otherwise than the plan.
     """
@@ -36,7 +46,28 @@ class ExportedConfig:
     tool: str
     text: str
     unsaid: tuple[tuple[str, str], ...]
+    assumed: tuple[tuple[str, str], ...] = ()
     is_decisive: bool
+
+
+def check_name(path: str, to: str, tools: Mapping[str, ConfigTool]) -> None:
+    """Refuse a name for the file of a tool that ends as files of another form do.
+
+    Raises:
+        SpecError: The name ends so, or there is no such tool.
+    """
+    _check_tool(to, tools)
+    form, endings = tools[to].written
+    stem, ending = os.path.splitext(path)
+    if ending and ending not in endings:
+        what = f"the file for {tools[to].title} is {form}, and {ending} ends names of another form"
+        raise SpecError(Problem(what, Origin(path), f"write -o {stem}{endings[0]}"))
+
+
+def _check_tool(to: str, tools: Mapping[str, ConfigTool]) -> None:
+    if to not in tools:
+        fix = f"write --to {join(tools)}"
+        raise SpecError(Problem(f"there is no tool {quote(to)}", Origin("--to"), fix))
 
 
 def export_spec(spec: Spec, to: str, tools: Mapping[str, ConfigTool]) -> ExportedConfig:
@@ -46,9 +77,7 @@ def export_spec(spec: Spec, to: str, tools: Mapping[str, ConfigTool]) -> Exporte
         SpecError: There is no such tool.
         PlanError: The plan leaves something to the planner.
     """
-    if to not in tools:
-        fix = f"write --to {join(tools)}"
-        raise SpecError(Problem(f"there is no tool {quote(to)}", Origin("--to"), fix))
+    _check_tool(to, tools)
     if spec.free_fields:
         fix = "run meshplan plan first, so that its lock decides them, or state them"
         raise PlanError(
@@ -94,8 +123,23 @@ def export_spec(spec: Spec, to: str, tools: Mapping[str, ConfigTool]) -> Exporte
             (f"{name}: {word_of(value)}", whys.get(name, f"{tool.title} has no key for it"))
             for name, value in unsaid.items()
         ),
+        assumed=tuple(_assumed(tool, stated, said)),
         is_decisive=any(whys.get(name) != _OUTSIDE for name in decisive),
     )
+
+
+def _assumed(tool: ConfigTool, facts: Facts, said: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield what the tool assumes of facts that neither the plan nor the file states."""
+    for row in tool.table.honoured():
+        is_open = row.plan.startswith(_LEFT_OPEN) and row.plan not in facts and row.plan not in said
+        if not is_open or not row.is_written:
+            continue
+        if row.values is None or row.default is ABSENT or row.none is not ABSENT:
+            continue
+        meaning = row.values.read(row.default)
+        if meaning is not ABSENT and meaning != getattr(Spec(), row.plan, None):
+            why = f"{row.path} is {shortly(row.default)} if left out"
+            yield f"{row.plan}: {word_of(meaning)}", why
 
 
 def _lost_axes(facts: Facts, said: set[str], whys: Mapping[str, str]) -> list[str]:

@@ -42,6 +42,8 @@ class ConfigTool:
         looked_for: What its files are recognised by, for the error that nothing was.
         table: The rows.
         suffixes: Names of its files end with one of these.
+        written: What export writes, in words, and how the names of such files end, the usual
+            ending first.
         parse: Makes values of a text; None for YAML, or JSON if the name ends so.
         recognises: Returns True if a file is of this tool, from its root keys and the whole tree.
         prepare: Changes the tree before the rows read it.
@@ -64,6 +66,7 @@ class ConfigTool:
     looked_for: str
     table: ConfigTable
     suffixes: tuple[str, ...]
+    written: tuple[str, tuple[str, ...]]
     recognises: Callable[[PlanValue], bool]
     unsettle: Callable[[Facts], Mapping[str, str] | None]
     dump: Callable[[Any], str]

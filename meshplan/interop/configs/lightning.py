@@ -358,6 +358,7 @@ TOOL: Final = ConfigTool(
     looked_for="a YAML or JSON with trainer, or a strategy's class_path",
     table=_LightningTable(ROWS),
     suffixes=(".yaml", ".yml", ".json"),
+    written=("YAML", (".yaml", ".yml")),
     recognises=recognises,
     prepare=prepare,
     settle=settle,

@@ -414,15 +414,28 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
 
 
 def dump(tree: Any) -> str:
-    """Return a tree as flags, one on each line."""
-    lines = []
-    for key, value in tree.items():
-        flag_ = "--" + key.replace("_", "-")
-        if key in ("nproc_per_node", "nnodes"):
-            lines.append(f"# torchrun {flag_} {value}")
-        else:
-            lines.append(flag_ if value is True else f"{flag_} {value}")
-    return "\n".join(lines) + "\n"
+    """Return a tree as a script that starts its ranks; without ranks, as a flag on each line."""
+    ranks = [f"--{key.replace('_', '-')} {tree.pop(key)}"
+             for key in ("nnodes", "nproc_per_node") if key in tree]  # fmt: skip
+    # Flags without which Megatron-LM refuses some of the others.
+    if tree.get("recompute_granularity") == "full":
+        tree |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    is_fsdp = tree.get("use_megatron_fsdp", False)
+    if is_fsdp:
+        tree["ckpt_format"] = "fsdp_dtensor"
+    flags = [f"--{key.replace('_', '-')}" + ("" if value is True else f" {value}")
+             for key, value in tree.items()]  # fmt: skip
+    if not ranks:
+        return "\n".join(flags) + "\n"
+    is_cut = any(f"{name}_parallel_size" in tree for name in ("tensor_model", "context"))
+    lines = ["# Add the flags of your model, its data and its training; another program than",
+             "# pretrain_gpt.py takes the same flags."]  # fmt: skip
+    if is_fsdp:
+        lines.append("unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP refuses 1")
+    elif is_cut:
+        lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=1  # tp and cp need it before Blackwell")
+    start = " ".join(["torchrun", *ranks, "pretrain_gpt.py"])
+    return "\n".join([*lines, " \\\n    ".join([start, *flags])]) + "\n"
 
 
 TOOL: Final = ConfigTool(
@@ -431,6 +444,7 @@ TOOL: Final = ConfigTool(
     looked_for="flags such as --tensor-model-parallel-size, or a YAML of Megatron-Bridge",
     table=_MegatronTable(ROWS),
     suffixes=(".sh", ".txt", ".args", ".yaml", ".yml"),
+    written=("flags", (".sh", ".txt", ".args")),
     parse=parse,
     recognises=recognises,
     settle=settle,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from meshplan.interop.configs.importing import ConfigTool
 from meshplan.interop.configs.statements import Draft, Facts, mixed
@@ -21,7 +21,7 @@ from meshplan.interop.configs.table import (
     words,
 )
 from meshplan.interop.configs.texts import dump_yaml
-from meshplan.spec.values import PlanValue
+from meshplan.spec.values import PlanValue, join
 
 _P: Final = "parallelism."
 _OWN: Final = "the training program decides it, not the parallelism"
@@ -39,7 +39,7 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
           "tp_recompute_allgather moe_layer_recompute enabled_moe", _P),
     say(f"{_P}recompute_layer", "activation_checkpointing", flag("full")),
     say("tokens.micro_batch_size", "batch.micro", whole()),
-    say("tokens.batch_accumulation_per_replica", "batch.accumulate", whole()),
+    say("tokens.batch_accumulation_per_replica", "batch.accumulate", whole(), none=1),
     say("tokens.sequence_length", "batch.seq_len", whole()),
     *skip(_OWN, "train_steps val_check_interval limit_val_batches limit_test_batches", "tokens."),
     say("optimizer.zero_stage", "strategy", words({0: "ddp", 1: "zero1", **dict.fromkeys(
@@ -47,15 +47,16 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
         "1 shards the optimizer state"),
     say("optimizer.clip_grad", "clip_grad_norm", positive(off=0)),
     say("optimizer.accumulate_grad_in_fp32", "keeps_float32", flag(True, False),
-        "gradients and master weights in float32"),
+        "gradients and master weights in float32", none=True),
     say("optimizer.optimizer_factory.name", "optimizer", words({"adamW": "adamw", "sgd": "sgd"}),
         "for the bytes of its state"),
     *skip("give it to the optimizer that you make", "weight_decay adam_eps adam_beta1 adam_beta2 "
           "torch_adam_is_fused learning_rate_scheduler.** weight_decay_exclude_named_params "
           "optimizer_factory.* muon_config.**", "optimizer."),
     say("model.dtype", "dtype", words({"bfloat16": "bfloat16", "float32": "float32",
-                                       "float16": "float16"})),
-    say("model.ddp_bucket_cap_mb", "ddp.bucket_mb", positive()),
+                                       "float16": "float16"}),
+        default="bfloat16", none="float32"),
+    say("model.ddp_bucket_cap_mb", "ddp.bucket_mb", whole()),
     *skip("the model is the program's", "model_config.** init_method.** "
           "make_vocab_size_divisible_by", "model."),
     *skip(_OWN, "general.** tokenizer.** logging.** data.** data_stages profiler.** lighteval.** "
@@ -126,15 +127,32 @@ def unsettle(facts: Facts) -> Mapping[str, str]:
     return whys
 
 
+_OF_MAIN: Final = ("context_parallel_size", "recompute_layer", "optimizer_factory")
+_REST: Final = (
+    "# Add what the training program states: general, data, tokenizer, the model, train_steps and\n"
+    "# the rest of optimizer.\n"
+)
+
+
+def dump(tree: Any) -> str:
+    """Return a tree as YAML, under what the file still needs."""
+    later = [key for values in tree.values() for key in values if key in _OF_MAIN]
+    if not later:
+        return _REST + dump_yaml(tree)
+    note = f"# Release 0.4 on PyPI has no {join(later)}: install nanotron from its repository.\n"
+    return _REST + note + dump_yaml(tree)
+
+
 TOOL: Final = ConfigTool(
     name="nanotron",
     title="nanotron",
     looked_for="a YAML with parallelism: {dp, pp, tp}",
     table=ConfigTable(ROWS),
     suffixes=(".yaml", ".yml"),
+    written=("YAML", (".yaml", ".yml")),
     recognises=recognises,
     settle=settle,
     unsettle=unsettle,
-    dump=dump_yaml,
+    dump=dump,
     implied=("mesh.dp_shard", "mesh.dp_replicate", "precision", "context.attention"),
 )

@@ -390,7 +390,7 @@ def facts_of(spec: Spec) -> Facts:
     batch = {"global": spec.batch.global_, "micro": spec.batch.micro,
              "accumulate": spec.batch.accumulate, "seq_len": spec.batch.seq_len}  # fmt: skip
     sizes = (batch["global"], batch["micro"], batch["accumulate"])
-    if "world_size" in facts and None in sizes and sum(isinstance(n, int) for n in sizes) == 2:
+    if "world_size" in facts and None in sizes and any(isinstance(n, int) for n in sizes[:2]):
         ranks = math.prod(facts.get(f"mesh.{axis}", 1) for axis in DATA_AXES)
         accumulate, micro, _ = split_batch(spec, ranks)
         batch |= {"micro": micro, "accumulate": accumulate}

@@ -100,7 +100,10 @@ def whole(low: int = 1, *, off: Sequence[Any] = ()) -> Translation:
             raise WrongFormError(form)
         return int(value)
 
-    return Translation(form, read, lambda value: value if isinstance(value, int) else ABSENT)
+    def write(value: Any) -> Any:
+        return int(value) if is_number(value) and value == int(value) else ABSENT
+
+    return Translation(form, read, write)
 
 
 def positive(*, off: Any = ABSENT) -> Translation:

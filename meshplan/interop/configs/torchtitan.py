@@ -352,6 +352,9 @@ _CLASSES: Final[Mapping[str, str]] = {
 def dump(tree: Any) -> str:
     """Return a Python module with one function, and the same as flags."""
     recompute = tree.pop("activation_checkpoint", {}).get("class")
+    if "pipeline_parallel_degree" in tree.get("parallelism", {}):
+        # Torchtitan captures CUDA graphs unless it is told not to, and refuses to in pipelines.
+        tree.setdefault("training", {})["disable_cuda_graphs"] = True
     lines = [f"        {section}={_CLASSES[section]}({_call(values)}),"
              for section, values in tree.items()]  # fmt: skip
     recompute = None if recompute == "none" else recompute
@@ -384,6 +387,7 @@ TOOL: Final = ConfigTool(
     looked_for="TOML, Python or flags with parallelism and training",
     table=ConfigTable(ROWS),
     suffixes=(".toml", ".py", ".sh", ".txt", ".args"),
+    written=("Python", (".py",)),
     parse=parse,
     recognises=recognises,
     settle=settle,

@@ -116,7 +116,7 @@ ROWS: Final[tuple[ConfigKey, ...]] = (
     say("average_tokens_across_devices", "loss", flag("tokens", "mean"),
         "the mean over the targets of all ranks", default=True, none=False),
     say("ddp_find_unused_parameters", "ddp.find_unused_parameters", flag(True, False)),
-    say("ddp_bucket_cap_mb", "ddp.bucket_mb", positive()),
+    say("ddp_bucket_cap_mb", "ddp.bucket_mb", whole()),
     say("ddp_broadcast_buffers", "ddp.broadcast_buffers", flag(True, False)),
     say("ddp_static_graph", "ddp.static_graph", flag(True, False)),
     # FSDP, DeepSpeed, axes
@@ -311,6 +311,7 @@ TOOL: Final = ConfigTool(
     looked_for="a JSON with per_device_train_batch_size, fsdp_config or fsdp_size",
     table=ConfigTable(ROWS),
     suffixes=(".json", ".yaml", ".yml"),
+    written=("JSON", (".json",)),
     recognises=recognises,
     prepare=prepare,
     settle=settle,
