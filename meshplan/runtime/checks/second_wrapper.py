@@ -8,7 +8,9 @@ and pp too, which hold other parameters, and waits for ever where a stage has fe
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -36,6 +38,7 @@ def refuse_second_wrappers(wrapped: nn.Module, model: nn.Module, *, is_compiled:
     """
     _parallelized.update((wrapped, model))
     _watch_registrations()
+    _watch_accelerate()
     if is_compiled:
         return
     units = weakref.WeakSet(_units(wrapped))
@@ -69,6 +72,31 @@ def _watch_registrations() -> None:
                     raise ApplyError(_two(f"{_name_of(parent)} around {holder}".rstrip()))
 
     register_module_module_registration_hook(look)
+
+
+def _watch_accelerate() -> None:
+    """Look at what accelerate prepares: with GPUs it refuses DTensors, and speaks of a device_map.
+
+    Only an accelerate that is imported by now is watched, as transformers' Trainer imports it.
+    """
+    module = sys.modules.get("accelerate.accelerator")
+    kind = getattr(module, "Accelerator", None)
+    if kind is None or getattr(kind.prepare, "looks_for_plans", False):
+        return
+    prepare: Callable[..., Any] = kind.prepare
+
+    @functools.wraps(prepare)
+    def look(self: Any, *args: Any, **more: Any) -> Any:
+        models = [each for each in args if isinstance(each, nn.Module)]
+        if self.use_distributed and any(
+            part in _parallelized for model in models for part in model.modules()
+        ):
+            what = "Accelerator.prepare, which the Trainer of transformers calls, around"
+            raise ApplyError(_two(what))
+        return prepare(self, *args, **more)
+
+    look.looks_for_plans = True  # type: ignore[attr-defined]
+    kind.prepare = look
 
 
 def _name_of(wrapper: nn.Module) -> str:

@@ -7,7 +7,9 @@ wrapper sends the parameters of rank 0 to ranks of another stage.
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -66,6 +68,41 @@ def said(plan: str, way: str) -> str:
     except meshplan.ApplyError as error:
         return str(error)
     return ""
+
+
+def said_by_trainer(plan: str) -> tuple[str, str]:
+    """What the first step of transformers' own Trainer ends in, and the class that it was of.
+
+    It is on a machine with GPUs as far as accelerate knows, where DTensors were refused first.
+    """
+    from accelerate import Accelerator
+    from transformers import Trainer, TrainingArguments
+
+    from tests.helpers.lit import launched
+
+    model = made(plan)
+    rows = [{"x": torch.ones(2), "labels": torch.ones(2)}] * 8
+    with tempfile.TemporaryDirectory() as folder, launched():
+        arguments = TrainingArguments(
+            folder, use_cpu=True, report_to=[], remove_unused_columns=False
+        )
+        with mock.patch.object(Accelerator, "multi_device", True):
+            try:
+                Trainer(model, arguments, train_dataset=rows).train()
+            except Exception as error:
+                return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_plain_trainer_of_transformers_is_refused(pool, plan):
+    for package in ("accelerate", "lightning"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[dev]'")
+    for kind, text in pool(2).run(said_by_trainer, plan):
+        assert kind == "ApplyError", text
+        assert "Accelerator.prepare, which the Trainer of transformers calls, around a" in text
+        assert "meshplan.trainer(Trainer)" in text
 
 
 @pytest.mark.parametrize(("plan", "way"), CASES)
