@@ -34,6 +34,7 @@ from meshplan.cli.common import (
     print_error,
     print_notes,
     source_of,
+    told_if_slow,
 )
 from meshplan.errors import MeshplanError, Origin, Problem, SpecError, findings_to_text
 from meshplan.own_process import IS_OWN
@@ -194,7 +195,8 @@ def _check_one(args: argparse.Namespace) -> int:
 
     try:
         path = plan_file(args)
-        checked = checking.check_plan(source_of(args))
+        with told_if_slow(args, f"checking {path}"):
+            checked = checking.check_plan(source_of(args))
     except SpecError as error:
         if not args.json:
             raise
@@ -268,9 +270,8 @@ def _verify(args: argparse.Namespace) -> int:
     from meshplan.render.verify import verdict_to_json, verdict_to_text
 
     path, notes = plan_file(args), list[str]()
-    verdict = checking.verify_plan(
-        source_of(args), max_ranks=args.ranks, report=noting(args, notes)
-    )
+    report = noting(args, notes)
+    verdict = checking.verify_plan(source_of(args), max_ranks=args.ranks, report=report)
     if args.json:
         answer_json(args, "verify/1", {"plan": path, **verdict_to_json(verdict)}, notes)
     else:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from meshplan.spec.trust import as_code_name
 YES, NO, COULD_NOT = 0, 1, 2
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as of shells: 128 and the number of SIGINT."""
+FIRST_AFTER_S = 2.0
+"""Seconds after which `told_if_slow` says for the first time what is going on."""
+THEN_EVERY_S = 10.0
 _MOST_PLANS = 8
 """Plans of a directory that a message names."""
 
@@ -212,3 +216,31 @@ def print_notes(args: argparse.Namespace, notes: Sequence[str]) -> None:
     if not args.quiet:
         for note in notes:
             print_error(f"note: {note}")
+
+
+@contextmanager
+def told_if_slow(args: argparse.Namespace, doing: str) -> Iterator[None]:
+    """Say on a terminal what takes seconds, such as importing torch on a busy machine.
+
+    Args:
+        args: The flags; with `-q` nothing is said.
+        doing: What is done meanwhile, such as `checking plan.yaml`.
+    """
+    if args.quiet or not sys.stderr.isatty():
+        yield
+        return
+    is_done, begun = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        wait_s = FIRST_AFTER_S
+        while not is_done.wait(wait_s):
+            print_notes(args, [f"{doing}: {time.monotonic() - begun:.0f} s so far"])
+            wait_s = THEN_EVERY_S
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        teller.join()

@@ -16,6 +16,7 @@ from meshplan.cli.common import (
     model_flags,
     print_notes,
     source_of,
+    told_if_slow,
 )
 from meshplan.cli.starting import write_plan
 from meshplan.errors import Origin, Problem, SpecError
@@ -48,10 +49,11 @@ def _import(args: argparse.Namespace) -> int:
         what, stem = "a plan is YAML, and so its name ends", os.path.splitext(args.output)[0]
         raise SpecError(Problem(what, Origin(args.output), f"write -o {stem}.yaml"))
     _check_new(args.output, "the plan")
-    imported = import_config(
-        args.config_file, args.tool, nodes=args.nodes, gpus_per_node=args.gpus_per_node,
-        gpu=args.gpu,
-    )  # fmt: skip
+    with told_if_slow(args, f"reading {args.config_file}"):
+        imported = import_config(
+            args.config_file, args.tool, nodes=args.nodes, gpus_per_node=args.gpus_per_node,
+            gpu=args.gpu,
+        )  # fmt: skip
     is_given = imported.is_whole or args.partial
     if is_given and args.output:
         write_plan(args.output, imported.text)
@@ -90,7 +92,9 @@ def _export(args: argparse.Namespace) -> int:
     if args.output is not None:
         check_config_name(args.output, args.to)
     _check_new(args.output, "the file")
-    exported = export_config(source_of(args), args.to)
+    source = source_of(args)
+    with told_if_slow(args, "checking the plan"):
+        exported = export_config(source, args.to)
     is_given = args.partial or not exported.is_decisive
     if is_given and args.output:
         write_config(args.output, exported.text)

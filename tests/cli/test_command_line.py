@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 import meshplan
+from meshplan.api import checking, configs
+from meshplan.cli import common
 from meshplan.cli.app import main
 from meshplan.render.base.text import folded, packed
 from meshplan.render.plans.plan import decision_to_text
@@ -223,3 +226,36 @@ def test_estimate_reads_the_only_plan_of_the_directory_too(tmp_path, monkeypatch
     assert "reads plan.yaml, the only plan here" in err
     assert main(["estimate", "--params", "3e9", "--gpus", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["schema"] == "estimate/1"
+
+
+@pytest.mark.parametrize("words", [
+    ["check", "plans/ddp.yaml"], ["export", "-f", "plans/ddp.yaml", "--to", "deepspeed"],
+    ["import", "examples/configs/deepspeed.json"],
+])  # fmt: skip
+def test_what_takes_seconds_is_told_on_a_terminal(capsys, monkeypatch, words):
+    told = threading.Event()
+    real = {name: getattr(configs, name) for name in ("export_config", "import_config")}
+    real_check = checking.check_plan
+
+    def print_error(text: str) -> None:
+        sys.stderr.write(f"{text}\n")
+        told.set()
+
+    def slowly(call):
+        def slow(*args, **more):
+            assert told.wait(60), "nothing was said"
+            return call(*args, **more)
+
+        return slow
+
+    monkeypatch.setattr(common, "FIRST_AFTER_S", 0.0)
+    monkeypatch.setattr(common, "print_error", print_error)
+    monkeypatch.setattr(checking, "check_plan", slowly(real_check))
+    for name, call in real.items():
+        monkeypatch.setattr(configs, name, slowly(call))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert main(words) == 0
+    assert "s so far" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    assert main(words) == 0
+    assert "s so far" not in capsys.readouterr().err
