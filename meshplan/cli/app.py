@@ -270,8 +270,8 @@ def _verify(args: argparse.Namespace) -> int:
     from meshplan.render.verify import verdict_to_json, verdict_to_text
 
     path, notes = plan_file(args), list[str]()
-    report = noting(args, notes)
-    verdict = checking.verify_plan(source_of(args), max_ranks=args.ranks, report=report)
+    say = noting(args, notes)
+    verdict = checking.verify_plan(source_of(args), max_ranks=args.ranks, report=say)
     if args.json:
         answer_json(args, "verify/1", {"plan": path, **verdict_to_json(verdict)}, notes)
     else:

@@ -4,7 +4,7 @@
 and the median milliseconds of a file. Without a folder it takes the fixtures: those of
 tests/interop/configs, and one for each value of each row, made from the tables. With `--plan`,
 imported plans are also searched for a model, and counted if they fit and if a faster one does; of
-the fixtures, those written by hand.
+the fixtures, those written by hand. A line for each file of a folder says both, and what is faster.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -26,6 +27,7 @@ import meshplan
 from meshplan.errors import MeshplanError
 from meshplan.interop.configs.exporting import put_path
 from meshplan.interop.configs.importing import ImportedPlan, import_file
+from meshplan.interop.configs.statements import word_of
 from meshplan.interop.configs.table import ConfigKey
 from meshplan.interop.configs.tools import TOOLS
 
@@ -124,6 +126,7 @@ class Tally:
         self.milliseconds: list[float] = []
         self.fits, self.faster, self.planned = 0, 0, 0
         self.errors: list[str] = []
+        self.plans: list[str] = []
 
 
 def count(path: Path, tool: str | None, tallies: dict[str, Tally]) -> ImportedPlan | None:
@@ -150,16 +153,19 @@ def _fits(plan: str) -> bool:
 
 
 @functools.cache
-def _seconds(plan: str) -> float | None:
-    """The seconds of a step of the plan that is chosen; None if none fits. Many files say alike."""
+def _chosen(plan: str) -> tuple[float, str] | None:
+    """Seconds and statements of the plan that is chosen; None if none fits. Many say alike."""
     chosen = meshplan.search_plan(json.loads(plan)).chosen
-    return None if chosen is None else chosen.seconds
+    return None if chosen is None else (chosen.seconds, word_of(chosen.stated))
 
 
 def plan_it(imported: ImportedPlan, tally: Tally) -> None:
-    """Say whether an imported plan fits its H100s (eight if it states none), and a faster one."""
+    """Say whether an imported plan fits its H100s (eight if it states no ranks), and a faster one."""
     plan = yaml.safe_load(imported.text) | {"model": {"config": str(MODEL)}}
-    plan.setdefault("hardware", {"nodes": 1, "gpus_per_node": 8})
+    sizes = [size for size in plan.get("mesh", {}).values() if isinstance(size, int)]
+    ranks = math.prod(sizes) if len(sizes) == len(plan.get("mesh", ())) > 0 else 8
+    nodes = ranks // 8 if ranks % 8 == 0 else 1
+    plan.setdefault("hardware", {"nodes": nodes, "gpus_per_node": ranks // nodes})
     plan["hardware"]["gpu"] = "h100-sxm-80gb"
     plan.pop("rules", None)  # Classes of another model than the one that is asked about.
     plan.setdefault("batch", {}).setdefault("seq_len", 2048)
@@ -172,10 +178,17 @@ def plan_it(imported: ImportedPlan, tally: Tally) -> None:
         stated, searched = json.dumps(plan), json.dumps(
             free | {"mesh": "auto", "strategy": "auto", "activation_checkpointing": "auto",
                     "solve": {"time_limit": "5s"}})  # fmt: skip
-        tally.fits += _fits(stated)
+        fits = _fits(stated)
+        tally.fits += fits
         tally.planned += 1
-        own, best = _seconds(stated), _seconds(searched)
-        tally.faster += own is not None and best is not None and best < 0.99 * own
+        own, best = _chosen(stated) if fits else None, _chosen(searched)
+        is_faster = own is not None and best is not None and best[0] < 0.99 * own[0]
+        tally.faster += is_faster
+        line = f"{imported.file}: {'fits' if fits else 'does not fit'}"
+        line += f", {own[0]:.3f} s a step" if own is not None else ""
+        if best is not None and (is_faster or own is None):
+            line += f"; {best[0]:.3f} s with {best[1]}"
+        tally.plans.append(line)
     except MeshplanError as error:
         tally.errors.append(f"{imported.file}: {error.problems[0].what}")
 
@@ -220,6 +233,8 @@ def main() -> None:
             if args.plan and imported is not None and number < num_planned:
                 plan_it(imported, tallies[imported.tool])
     print(table(tallies, has_plans=args.plan))
+    if args.folder:
+        print("\n".join(line for tally in tallies.values() for line in tally.plans))
     for tool, tally in tallies.items():
         for error in tally.errors[:5]:
             print(f"{tool}: {error}")

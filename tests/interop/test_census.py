@@ -16,6 +16,7 @@ from meshplan.interop.configs.importing import import_file
 from meshplan.interop.configs.tools import TOOLS
 from meshplan.spec.meanings import MEANINGS
 from meshplan.spec.reader import load_spec
+from tests.bench import census
 from tests.bench.census import SUFFIXES, made, written
 
 WRITTEN = list(written())
@@ -93,3 +94,14 @@ def test_examples_are_whole():
     found = {path.name: import_file(str(path), TOOLS) for path in files}
     assert {imported.tool for imported in found.values()} == set(TOOLS)
     assert json.dumps([name for name, each in found.items() if not each.is_whole]) == "[]"
+
+
+def test_the_census_of_a_folder_names_a_faster_plan(tmp_path, capsys, monkeypatch):
+    """Eight replicas of eight billion parameters do not fit; sharded they do."""
+    theirs = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
+    (tmp_path / "ds.json").write_text(json.dumps(theirs))
+    monkeypatch.setattr("sys.argv", ["census", str(tmp_path), "--plan"])
+    census.main()
+    shown = capsys.readouterr().out
+    assert f"{tmp_path / 'ds.json'}: does not fit; " in shown
+    assert "s with {mesh: {dp_shard: 8}, strategy: " in shown
