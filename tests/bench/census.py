@@ -160,7 +160,7 @@ def _chosen(plan: str) -> tuple[float, str] | None:
 
 
 def plan_it(imported: ImportedPlan, tally: Tally) -> None:
-    """Say whether an imported plan fits its H100s (eight if it states no ranks), and a faster one."""
+    """Say whether an imported plan fits its H100s, eight if it states none; and a faster one."""
     plan = yaml.safe_load(imported.text) | {"model": {"config": str(MODEL)}}
     sizes = [size for size in plan.get("mesh", {}).values() if isinstance(size, int)]
     ranks = math.prod(sizes) if len(sizes) == len(plan.get("mesh", ())) > 0 else 8

@@ -7,10 +7,14 @@ exception, a refusal without a reason, a plan that its own reader refuses.
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 import yaml
 
+from meshplan.cli.app import main
 from meshplan.errors import MeshplanError
 from meshplan.interop.configs.importing import import_file
 from meshplan.interop.configs.tools import TOOLS
@@ -87,8 +91,6 @@ def test_all_keys_one_by_one(tmp_path):
 
 
 def test_examples_are_whole():
-    from pathlib import Path
-
     folder = Path(__file__).parents[2] / "examples/configs"
     files = sorted(folder.iterdir())
     found = {path.name: import_file(str(path), TOOLS) for path in files}
@@ -105,3 +107,16 @@ def test_the_census_of_a_folder_names_a_faster_plan(tmp_path, capsys, monkeypatc
     shown = capsys.readouterr().out
     assert f"{tmp_path / 'ds.json'}: does not fit; " in shown
     assert "s with {mesh: {dp_shard: 8}, strategy: " in shown
+
+
+@pytest.mark.parametrize(
+    "page", sorted(Path("docs/coming-from").glob("*.md")), ids=lambda p: p.stem
+)
+def test_the_plan_of_a_page_has_no_problem(tmp_path, page):
+    """A newcomer checks the plan that the page has shown him first of all."""
+    commands = re.findall(r"<!-- output: meshplan (import .*) -->", page.read_text())
+    assert len(commands) == (page.stem != "index")
+    for command in commands:
+        plan = tmp_path / "plan.yaml"
+        assert main([*shlex.split(command), "-o", str(plan)]) == 0
+        assert main(["check", str(plan)]) == 0
