@@ -1,7 +1,7 @@
-"""A job of which rank 1 is killed: `killed.py lightning|trainer PLAN FOLDER STEP`.
+"""A job of which rank 1 is killed: `killed.py lightning|trainer PLAN FOLDER STEP [all]`.
 
-With STEP 0 no rank is killed, and the job goes on from the newest checkpoint in the folder. Rank 0
-prints the losses as JSON.
+With `all` every rank is, as when a machine is switched off. With STEP 0 no rank is killed, and the
+job goes on from the newest checkpoint in the folder. Rank 0 prints the losses as JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 
 def kill_rank_1() -> None:
-    if dist.get_rank() == 1:
+    if dist.get_rank() == 1 or sys.argv[-1] == "all":
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -40,7 +40,7 @@ def trainer(plan: str, folder: str, step: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    kind, name, where, died = sys.argv[1:]
+    kind, name, where, died = sys.argv[1:5]
     dist.init_process_group("gloo")
     said = {"lightning": lightning, "trainer": trainer}[kind](name, where, int(died))
     if dist.get_rank() == 0:

@@ -40,6 +40,25 @@ def expected_of(kind: str, folder: str, pool) -> list[float]:
     return fitted("", folder, 9, True)["losses"]
 
 
+@pytest.mark.parametrize(("before", "after"), [("full_shard", "pp_fsdp"), ("pp_fsdp", "tp_fsdp")])
+def test_all_ranks_of_a_launched_job_are_killed(pool, tmp_path: Path, before, after):
+    """As when a machine is switched off; `meshplan launch` starts both jobs."""
+    expected = expected_of("lightning", str(tmp_path / "alone"), pool)
+    assert len(set(expected)) > 3
+    folder = tmp_path / "planned"
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("version: 1\nstrategy: ddp\nhardware: {nodes: 1, gpus_per_node: 4}\n")
+    launch = ("meshplan", "launch", "-f", plan, JOB, "lightning")
+    code, out, errors = output_of(*launch, before, folder, 5, "all", folder=tmp_path)
+    assert code != 0
+    assert errors.count("Signal 9 (SIGKILL)") >= 4
+    assert "losses" not in out
+    code, out, errors = output_of(*launch, after, folder, 0, folder=tmp_path)
+    assert code == 0, errors
+    found = json.loads(out.splitlines()[-1])
+    assert found["losses"] == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
     [("lightning", "full_shard", "tp_fsdp"), ("lightning", "tp_fsdp", "pp_fsdp"),
