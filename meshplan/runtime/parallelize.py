@@ -28,6 +28,7 @@ from meshplan.runtime.apply.allocator import allocator_problems, set_allocator
 from meshplan.runtime.apply.experts.expert_protocol import expert_problems
 from meshplan.runtime.apply.loss.chunked_loss import chunked_loss_problems
 from meshplan.runtime.apply.parameters.materialize import agree_on_values
+from meshplan.runtime.apply.parameters.random_apply import refuse_random_apply
 from meshplan.runtime.apply.wrap import apply_plan, exchange, function_of
 from meshplan.runtime.base.batch_agreement import open_groups
 from meshplan.runtime.base.compile import compiles
@@ -137,6 +138,7 @@ def _parallelize(
         refuse_whole_tensors(wrapped)
         watch_torch_hooks(wrapped, decided)
         refuse_copies_and_casts(wrapped)
+        refuse_random_apply(wrapped)
         refuse_second_wrappers(wrapped, model, is_compiled=is_compiled)
         explain_mixed_losses()
         register(wrapped, decided, mesh)

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from meshplan.errors import ApplyError, Problem
-from meshplan.runtime.apply.parameters.randomness import random_states
+from meshplan.runtime.apply.parameters.random_apply import refusing_draws
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -30,7 +29,7 @@ def apply_to_stages(model: T, stages: Iterable[nn.Module], fn: Callable[[nn.Modu
         ApplyError: The function drew random numbers: all ranks would draw the same ones, so that
             layers of different stages were alike and copies of a tied tensor were not.
     """
-    before, running = random_states(), set(model.modules())
+    running = set(model.modules())
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
@@ -38,13 +37,7 @@ def apply_to_stages(model: T, stages: Iterable[nn.Module], fn: Callable[[nn.Modu
         if module in running:
             fn(module)
 
-    for stage in stages:
-        visit(stage)
-    if any(not was.equal(now) for was, now in zip(before, random_states(), strict=True)):
-        name = getattr(fn, "__name__", type(fn).__name__)
-        what = f"model.apply({name}) drew random numbers after the model was cut into stages: "
-        what += "other ones than in one process, and the same ones in each stage"
-        fix = f"call it before: model.apply({name}), then model = meshplan.parallelize(model, ...)"
-        fix += "; a model on meta starts with what its reset_parameters or _init_weights draw"
-        raise ApplyError(Problem(what, fix=fix))
+    with refusing_draws(fn, "cut into stages", "the same ones in each stage"):
+        for stage in stages:
+            visit(stage)
     return model
