@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from meshplan.cost.tallies import WorkCounts
+from meshplan.cost.tallies import WorkCounts, summed
 from meshplan.kernels import ATTENTION_BACKWARD, attention_flops
 from meshplan.memory.log.events import Term
 from meshplan.memory.log.microbatch import HookKind
@@ -167,11 +167,6 @@ class Reading:
         rows = [row for row in self._tape.rows[start:end] if row.parameters]
         return max(rows, key=lambda row: row.parameters[0][1]).module if rows else ""
 
-    def _sum(self, numbers: Iterable[WorkCounts]) -> WorkCounts:
-        """Return the sum of counts, field by field."""
-        columns = list(zip(*numbers, strict=True))
-        return WorkCounts(*map(sum, columns)) if columns else WorkCounts()
-
     # Work
 
     def _work_of(
@@ -186,7 +181,7 @@ class Reading:
         rows = range(start, end)
         recompute = self._recompute(start, end) if name else (WorkCounts(),) * 3
         forward, backward = map(self._forward, rows), map(self._backward, rows)
-        return self._sum(forward), self._sum(backward), recompute
+        return summed(forward), summed(backward), recompute
 
     def _size(self, value: int) -> int:
         """Return the bytes of a value of the tape."""
@@ -246,21 +241,29 @@ class Reading:
     def _fused(self, row: TapeOp, direction: int) -> WorkCounts:
         """Count the collectives inside a product of nanotron's ("column" or "row").
 
-        A column product gathers its input; in backward it gathers the input again, which it did not
-        save, and reduce-scatters the gradient. A row product reduce-scatters its output and gathers
-        the output's gradient.
+        A column product gathers its input, and a row product in backward the output's gradient,
+        while the part that this rank has is multiplied. In backward a column product gathers the
+        input again, which it did not save, while it computes the input's gradient, and
+        reduce-scatters this gradient while it computes the weight's. A row product reduce-scatters
+        its output, which nothing hides.
+
+        Source: huggingface/nanotron, parallel/tensor_parallel/functional.py, with asynchronous
+        communication, which is its default for reduce-scatters.
 
         Args:
             row: The op.
             direction: 0 for forward, 1 for backward.
         """
         if row.op == "column" and row.workspace_backward_bytes:
-            times, size = 1 + direction, self._given(row)
+            times, size, own = 1 + direction, self._given(row), self._size(row.reads[0])
         elif row.op == "row" and row.workspace_bytes:
-            times, size = 1, self._made(row)
+            times, size, own = 1, self._made(row), self._size(row.makes[0])
         else:
             return WorkCounts()
-        return WorkCounts(gathers=times, gather_bytes=float(times * size))
+        flops = self._flops(row) * (1.0 if times == 2 else own / size)
+        is_hidden = direction or row.op == "column"
+        overlapped = ((float(size), flops),) * (times if is_hidden else 0)
+        return WorkCounts(gathers=times, gather_bytes=float(times * size), overlapped=overlapped)
 
     def _exchanged(self, row: TapeOp, direction: int) -> WorkCounts:
         """Count an op's all-to-alls along ep. Backward (direction 1) first scales gradients."""
@@ -378,8 +381,8 @@ class Reading:
         chosen = [n for n in runs if not self._marked.rows[n].is_kept]
         return (
             WorkCounts(),
-            self._sum(self._forward(n) for n in chosen),
-            self._sum(self._forward(n) for n in runs),
+            summed(self._forward(n) for n in chosen),
+            summed(self._forward(n) for n in runs),
         )
 
     def _recomputed(self, start: int, end: int) -> list[int]:

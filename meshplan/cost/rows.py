@@ -178,7 +178,7 @@ class Rows:
         return np.asarray(np.log2(self.along_tp.nodes) * self.profile.collective_node_s)
 
     def sent(self, sent: Sent) -> Array:
-        """Return the seconds of the communication inside a microbatch, which nothing hides."""
+        """Return the seconds of the communication inside a microbatch that products do not hide."""
         out = np.zeros_like(self.samples)
         if sent.all_reduces:
             num_bytes = self.samples * sent.all_reduce_bytes + sent.all_reduce_once_bytes
@@ -189,6 +189,11 @@ class Rows:
             # its backward one half are reduce-scatters.
             mean = (1 + self.profile.reduce_scatter_factor) / 2
             out = out + mean * all_gather(num_bytes, self.along_tp, self.profile, sent.gathers)
+        for gather_bytes, flops in sent.overlapped:
+            wire = all_gather(self.samples * gather_bytes, self.along_tp, self.profile)
+            product = self.samples * flops / (self.profile.efficiency * self.profile.peak_flops)
+            hidden = (1 - self.profile.contention) * np.minimum(wire, product)
+            out = np.asarray(out - hidden)
         out = out * self.profile.tp_exposed
         out = out + (sent.all_reduces + sent.gathers) * self._across()
         if sent.all_to_alls:

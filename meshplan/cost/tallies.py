@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from meshplan.cost.types import Sent, Tally
@@ -25,10 +28,20 @@ class WorkCounts(NamedTuple):
     gather_bytes: float = 0.0
     all_to_alls: float = 0.0
     all_to_all_bytes: float = 0.0
+    overlapped: tuple[tuple[float, float], ...] = ()
 
     def plus(self, other: WorkCounts) -> WorkCounts:
         """Return the sum of two counts, field by field."""
-        return WorkCounts(*(a + b for a, b in zip(self, other, strict=True)))
+        numbers = map(operator.add, self[:-1], other[:-1])
+        return WorkCounts._make((*numbers, self.overlapped + other.overlapped))
+
+
+def summed(counts: Iterable[WorkCounts]) -> WorkCounts:
+    """Return the sum of counts, field by field."""
+    columns = list(zip(*counts, strict=True))
+    if not columns:
+        return WorkCounts()
+    return WorkCounts._make((*map(sum, columns[:-1]), tuple(itertools.chain(*columns[-1]))))
 
 
 def tally(one: WorkCounts, two: WorkCounts) -> Tally:
@@ -50,6 +63,12 @@ def sent(one: WorkCounts, two: WorkCounts) -> Sent:
         all_reduce_bytes=two.all_reduce_bytes - one.all_reduce_bytes,
         gathers=int(one.gathers),
         gather_bytes=two.gather_bytes - one.gather_bytes,
+        overlapped=tuple(
+            (bytes_two - bytes_one, flops_two - flops_one)
+            for (bytes_one, flops_one), (bytes_two, flops_two) in zip(
+                one.overlapped, two.overlapped, strict=True
+            )
+        ),
         all_to_alls=int(one.all_to_alls),
         all_to_all_bytes=two.all_to_all_bytes - one.all_to_all_bytes,
         all_to_all_once_bytes=2 * one.all_to_all_bytes - two.all_to_all_bytes,

@@ -30,13 +30,17 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """Communication inside a microbatch, which nothing hides: of tp and ep, and of BatchNorm.
+    """Communication inside a microbatch: of tp and ep, and of BatchNorm.
+
+    Nothing hides it but the matrix products of `overlapped`.
 
     Args:
         all_reduces, gathers, all_to_alls: Number of collectives.
         all_reduce_bytes, gather_bytes: Bytes of the whole tensors, for one sample.
         all_reduce_once_bytes, gather_once_bytes: Bytes of whole tensors whatever the number of
             samples, such as gradients of parameters.
+        overlapped: (bytes, FLOPs) for one sample of each of these gathers that is sent while a
+            matrix product runs, and of the product.
         all_to_all_bytes: Bytes that one rank sends along ep for one sample, including those that it
             sends to itself.
         all_to_all_once_bytes: Bytes that one rank sends along ep whatever the number of samples.
@@ -49,6 +53,7 @@ class Sent:
     gathers: int = 0
     gather_bytes: float = 0.0
     """Bytes of all-gathers and reduce-scatters together."""
+    overlapped: tuple[tuple[float, float], ...] = ()
     all_reduce_once_bytes: float = 0.0
     gather_once_bytes: float = 0.0
     all_to_alls: int = 0
