@@ -260,9 +260,10 @@ class Reading:
             times, size, own = 1, self._made(row), self._size(row.makes[0])
         else:
             return WorkCounts()
-        flops = self._flops(row) * (1.0 if times == 2 else own / size)
-        is_hidden = direction or row.op == "column"
-        overlapped = ((float(size), flops),) * (times if is_hidden else 0)
+        is_column = row.op == "column"
+        # In backward a column product has all of its input's gradient to compute meanwhile.
+        flops = self._flops(row) * (1.0 if is_column and direction else own / size)
+        overlapped = ((float(size), flops),) * (times if is_column or direction else 0)
         return WorkCounts(gathers=times, gather_bytes=float(times * size), overlapped=overlapped)
 
     def _exchanged(self, row: TapeOp, direction: int) -> WorkCounts:

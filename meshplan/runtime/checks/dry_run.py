@@ -80,7 +80,7 @@ def untouched(values: Iterable[Any]) -> Iterator[None]:
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors among these values, and those directly in a list, tuple or dict.
 
-    They are copied, so those deeper inside, which may be many, are not among them.
+    Callers copy these tensors, so those deeper inside, which may be many, are not among them.
     """
     for value in values:
         inside = value.values() if type(value) is dict else value
