@@ -64,18 +64,40 @@ class Deep(nn.Module):
 
 def deep(special: int, plan: Mapping[str, Any]) -> tuple[int, list[Any], list[Any]] | str:
     """(blocks that were run, the work of a deep model, the same traced whole), for comparison."""
+    model = Deep(special)
+    found = make_plan(load_spec(dict(plan)), graph_of(model), world_size=4)
+    batch = torch.zeros(2, 24), torch.zeros(2, dtype=torch.int64)
+    return _short_and_whole(model, model.blocks, found, batch)
+
+
+def deep_in_sequence(plan: Mapping[str, Any]) -> tuple[int, list[Any], list[Any]] | str:
+    """As `deep`, of a BERT whose blocks gather the sequence within themselves."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=9, num_attention_heads=4,
+        intermediate_size=32, max_position_embeddings=16, attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=0.0,
+    )  # fmt: skip
+    model, ids = BertForMaskedLM(config), torch.zeros(2, 8, dtype=torch.int64)
+    spec, example = load_spec(dict(plan)), {"input_ids": ids}
+    graph = graph_of(model, record(model, example))
+    found = make_plan(spec, graph, world_size=4, rehearse=rehearser(model, example))
+    return _short_and_whole(model, model.bert.encoder.layer, found, (example, ids))
+
+
+def _short_and_whole(
+    model: nn.Module, listed: nn.ModuleList, found: Plan, batch: tuple[Any, Any]
+) -> tuple[int, list[Any], list[Any]] | str:
     warnings.simplefilter("ignore")
     try:
-        model = Deep(special)
-        found = make_plan(load_spec(dict(plan)), graph_of(model), world_size=4)
-        batch = torch.zeros(2, 24), torch.zeros(2, dtype=torch.int64)
         count = 0
 
         def note(*_: Any) -> None:
             nonlocal count
             count += 1
 
-        handles = [block.register_forward_hook(note) for block in model.blocks]
+        handles = [block.register_forward_hook(note) for block in listed]
         short = trace_microbatch(model, found, *batch, models.loss)
         for handle in handles:
             handle.remove()

@@ -85,6 +85,22 @@ def test_blocks_that_are_alike_are_traced_a_few_times(
     assert short == whole
 
 
+def test_blocks_that_gather_the_sequence_are_traced_a_few_times(
+    apart: ProcessPoolExecutor,
+) -> None:
+    """Where tp gathers and shards activations is stated by names of modules inside of blocks."""
+    plan = {
+        "version": 1, "mesh": {"dp_shard": 2, "tp": 2}, "strategy": "full_shard",
+        "tp_plan": "auto", "sequence_parallel": True,
+    }  # fmt: skip
+    answer = apart.submit(replayed.deep_in_sequence, plan).result()
+    assert isinstance(answer, tuple), answer
+    count, short, whole = answer
+    # The first block alone shards what enters it, and the last one gathers what it returns.
+    assert count == 2 * (5 + 2)
+    assert short == whole
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -12,17 +12,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
 from meshplan.assign import Assignment
+from meshplan.assign.base.types import LocalAttribute, SequenceBoundary
 from meshplan.memory.repeat.repeat_blocks import KEPT, BlocksDifferError, RepeatedBlocks
 from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
 from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
 from meshplan.runtime.torch_private.values import tensors_with_gradient
+
+T = TypeVar("T", LocalAttribute, SequenceBoundary)
 
 _LEAST: Final = KEPT + 2
 """Fewest periods of a run for which leaving some out is worth it."""
@@ -143,6 +146,11 @@ def short_plan(plan: Plan, runs: Sequence[RepeatedBlocks]) -> Plan:
     def names(fqns: Sequence[str]) -> tuple[str, ...]:
         return tuple(new for fqn in fqns if (new := name(fqn)) is not None)
 
+    def moved(items: tuple[T, ...]) -> tuple[T, ...]:
+        return tuple(
+            replace(each, module=new) for each in items if (new := name(each.module)) is not None
+        )
+
     whole = plan.assignment
     tensors = {
         fqn: replace(
@@ -159,9 +167,10 @@ def short_plan(plan: Plan, runs: Sequence[RepeatedBlocks]) -> Plan:
         styles=named(whole.styles),
         recompute=named(whole.recompute),
         experts=named(whole.experts),
-        attributes=tuple(
-            replace(a, module=new) for a in whole.attributes if (new := name(a.module)) is not None
-        ),
+        host_activations=named(whole.host_activations),
+        results=named(whole.results),
+        attributes=moved(whole.attributes),
+        crossings=moved(whole.crossings),
         compiled=names(whole.compiled),
         synchronized=names(whole.synchronized),
     )
@@ -328,7 +337,11 @@ def _decisions_for(block: str, plan: Plan) -> Any:
         {fqn: x.num_experts for fqn, x in inside(a.experts).items()},
         {(x.module[len(block) :], x.name): (x.whole, x.local)
          for x in a.attributes if is_inside(x.module, block)},
-        [f[len(block) :] for f in (*a.compiled, *a.synchronized) if is_inside(f, block)],
+        [(x.module[len(block) :], x.path, x.change)
+         for x in a.crossings if is_inside(x.module, block)],
+        inside(a.results),
+        [f[len(block) :] for f in (*a.compiled, *a.synchronized, *a.host_activations)
+         if is_inside(f, block)],
     )  # fmt: skip
 
 
