@@ -22,6 +22,7 @@ from meshplan.memory.replay.step import composed_log
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.runtime.base.batch import mapped, microbatch, part_of
 from meshplan.runtime.fake_step import microbatch as blocks
+from meshplan.runtime.fake_step.costs import Ask, watch
 from meshplan.runtime.fake_step.microbatch import trace_microbatch
 from meshplan.runtime.fake_step.step import fake_step
 from meshplan.runtime.trace.ops import record
@@ -214,6 +215,23 @@ def with_mistakes(
 
 
 Births = Mapping[tuple[str, int, int], int]
+
+
+def counted_after(model_name: str, plan: Mapping[str, Any], world: int) -> list[Any] | str:
+    """Each microbatch of some that run one after the other, and each run alone, for comparison."""
+    warnings.simplefilter("ignore")
+    try:
+        model, found, batch = decided(model_name, plan, world)
+        blocks = frozenset(found.graph.blocks())
+        asks = [Ask(samples, again) for again in (frozenset[str](), blocks) for samples in (1, 2)]
+
+        def counted(these: list[Ask]) -> list[Any]:
+            seen = watch(model, found, *batch, models.loss, "cuda", these)
+            return [(spelled(each.trace), dict(each.done), each.convolved) for each in seen]
+
+        return [*zip(counted(asks), [counted([ask])[0] for ask in asks], strict=True)]
+    except Exception:
+        return traceback.format_exc()
 
 
 def births(log: EventLog) -> Births:

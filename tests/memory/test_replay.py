@@ -101,6 +101,19 @@ def test_blocks_that_gather_the_sequence_are_traced_a_few_times(
     assert short == whole
 
 
+@pytest.mark.parametrize("more", [{}, {"sequence_parallel": True}, {"loss_parallel": True}])
+def test_microbatches_on_one_copy_are_those_that_run_alone(
+    apart: ProcessPoolExecutor, more: dict[str, bool]
+) -> None:
+    """Whatever tp finds out when it first runs, or runs for a shape that is new, is not counted."""
+    plan = {"version": 1, "mesh": {"dp_shard": 2, "tp": 2}, "tp_plan": "auto", **more}
+    answer = apart.submit(replayed.counted_after, "bert", plan, 4).result()
+    assert not isinstance(answer, str), answer
+    assert len(answer) == 4
+    for one, alone in answer:
+        assert one == alone
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -1,49 +1,45 @@
 """Run microbatches of a model on fake tensors, and record what they allocate and compute.
 
 `watch` runs all microbatches on one copy of the model, each with its own number of samples and its
-own recomputed blocks. No process group is needed, because the memory and communication of FSDP2 and
-DDP are added later, by rules. `watch_rank` runs one microbatch as a rank of tp.
+own recomputed blocks. Without tp, no process group is needed, because the memory and communication
+of FSDP2 and DDP are added later, by rules. `watch_rank` runs one microbatch under a plan as it is.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import nn
 
 from meshplan.assign.base.types import Reason, Recompute
-from meshplan.memory.log.events import Term
 from meshplan.memory.log.microbatch import MicrobatchTrace
-from meshplan.memory.repeat.repeat_blocks import RepeatedBlocks, repeat_blocks
+from meshplan.memory.repeat.repeat_blocks import RepeatedBlocks
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.loss.chunked_loss import apply_chunked_loss
-from meshplan.runtime.apply.loss.loss_mode import loss_mode
 from meshplan.runtime.apply.recompute import apply_recompute
-from meshplan.runtime.apply.wrap import cast_parameters
-from meshplan.runtime.base.batch import as_arguments, mapped
-from meshplan.runtime.base.phases import begin, heard_by
-from meshplan.runtime.base.pytree import tensors_in
+from meshplan.runtime.apply.wrap import applied, cast_parameters
+from meshplan.runtime.base.batch import mapped
 from meshplan.runtime.fake_step.cuda_mode import Behaviour
-from meshplan.runtime.fake_step.equal_blocks import Edges, runs_of, short_plan, shortened, shown_of
-from meshplan.runtime.fake_step.hook_points import BlockRecorder
+from meshplan.runtime.fake_step.equal_blocks import runs_of, short_plan, shortened, shown_of
 from meshplan.runtime.fake_step.kernels import KernelCounter, OperatorWork, Where
 from meshplan.runtime.fake_step.microbatch import (
+    MicrobatchRecorder,
     Observer,
-    hook_points_of,
-    note_state,
-    trace_microbatch,
-    trace_of,
+    applied_without_data,
     without_data,
 )
-from meshplan.runtime.fake_step.step import LossFn, fake_single_rank, names_of
+from meshplan.runtime.fake_step.step import LossFn, fake_rank, fake_single_rank
 from meshplan.spec.spec import ActivationCheckpointing
 
+Fake: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 FULL = ActivationCheckpointing(mode="full")
 
 
@@ -119,7 +115,8 @@ def watch(
     Args:
         model: The unsharded model of one process, on any device. It is copied, and its values are
             not read.
-        plan: A plan without tp, cp, pp and recomputation, whose units' hook points are recorded.
+        plan: A plan without cp, pp and recomputation, whose units' hook points are recorded. With
+            tp, the microbatches run on its first rank.
         inputs: Inputs of the largest microbatch, with the samples along dim 0. Smaller microbatches
             take the first samples.
         targets: Targets of the same samples.
@@ -128,37 +125,20 @@ def watch(
         asks: The microbatches to run, fastest with equal `recomputed` next to each other.
         is_steady: If True, an earlier call found that this model keeps nothing between
             microbatches, so each needs to run only once.
+
+    Raises:
+        ApplyError: The plan has tp, and this process is in a process group already.
     """
-    plans = [with_recompute(plan, each.recomputed) for each in asks]
     batches = {each.samples: first_samples(each.samples, (inputs, targets)) for each in asks}
-    runs = [] if plan.assignment.apply else runs_of(model, plans[0])
-    others = {each.recomputed: other for each, other in zip(asks, plans, strict=True)}
-    others.pop(asks[0].recomputed)
-    if any(runs_of(model, other) != runs for other in others.values()):
-        runs = []
-    if runs:
-        try:
-            with shortened(model, runs) as used:
-                short = [short_plan(each, runs) for each in plans]
-                seen = _CostWatch(model, short, batches, loss_fn, device, runs).all(
-                    asks, is_steady=is_steady
-                )
-            if not used:
-                return seen
-        except Exception:  # The model's code may rely on all its blocks and raise anything.
-            seen = []  # Run the whole model below, where a genuine error is raised again.
-    return _CostWatch(model, plans, batches, loss_fn, device, ()).all(asks, is_steady=is_steady)
+    tasks = [_Task(with_recompute(plan, each.recomputed), batches[each.samples]) for each in asks]
+    is_rank = plan.mesh.size("tp") > 1
+    return _recorded(model, tasks, loss_fn, device, is_rank=is_rank, is_steady=is_steady)
 
 
 def watch_rank(
-    model: nn.Module,
-    plan: Plan,
-    inputs: Any,
-    targets: Any,
-    loss_fn: LossFn,
-    device: str,
+    model: nn.Module, plan: Plan, inputs: Any, targets: Any, loss_fn: LossFn, device: str
 ) -> MicrobatchCosts:
-    """Run a microbatch as rank 0 of a plan that may have tp, and return its record.
+    """Run a microbatch as rank 0 of a plan that may have tp and ep, and return its record.
 
     Args:
         model: The unsharded model of one process, on any device. It is copied, and its values are
@@ -172,32 +152,9 @@ def watch_rank(
     Raises:
         ApplyError: This process is in a process group already.
     """
-    blocks = plan.graph.blocks()
-    shown = shown_of(blocks, runs_of(model, plan))
-    is_whole = True
-
-    def make_counter(names: Mapping[nn.Module, str], behaviour: Behaviour) -> KernelCounter:
-        nonlocal is_whole
-        is_whole = set(blocks) <= set(names.values())
-        every = blocks if is_whole else shown.values()
-        return KernelCounter(names, behaviour, every, plan.mesh, is_compiled=plan.spec.compile)
-
-    observer = Observer(make_counter, blocks)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trace = trace_microbatch(model, plan, inputs, targets, loss_fn, 0, device, observer)
-    counter, recorder = observer.tracker, observer.block_recorder
-    assert isinstance(counter, KernelCounter)
-    return MicrobatchCosts(
-        trace=trace,
-        done=MappingProxyType(dict(counter.done)),
-        shown=MappingProxyType({block: block for block in blocks} if is_whole else shown),
-        unknown=frozenset(counter.unknown),
-        convolved=counter.convolved_share,
-        is_steady=False,
-        has_cast=recorder.has_cast,
-        input_bytes=recorder.input_bytes,
-    )
+    tasks = [_Task(plan, (inputs, targets))]
+    (found,) = _recorded(model, tasks, loss_fn, device, is_rank=True, is_steady=False)
+    return found
 
 
 def first_samples(samples: int, batch: Any) -> Any:
@@ -205,121 +162,157 @@ def first_samples(samples: int, batch: Any) -> Any:
     return mapped(batch, lambda tensor: tensor[:samples])
 
 
-class _CostWatch:
-    """A copy of a model that runs the asked microbatches, with hooks that record them.
+class _Task(NamedTuple):
+    """A microbatch to record.
+
+    Args:
+        plan: The plan, with what is recomputed.
+        batch: (inputs, targets).
+    """
+
+    plan: Plan
+    batch: tuple[Any, Any]
+
+
+def _recorded(
+    model: nn.Module,
+    tasks: Sequence[_Task],
+    loss_fn: LossFn,
+    device: str,
+    *,
+    is_rank: bool,
+    is_steady: bool,
+) -> list[MicrobatchCosts]:
+    """Record microbatches under plans that differ in what is recomputed.
+
+    Args:
+        model: The unsharded model.
+        tasks: The microbatches.
+        loss_fn: Maps the model's output and the targets to the loss.
+        device: Name of the device whose kernels are emulated.
+        is_rank: If True, the plan is applied, and its first rank runs the microbatches. If False,
+            the plan has only data axes, and no process group is needed.
+        is_steady: As for `watch`.
+    """
+    first = tasks[0].plan
+    runs = [] if first.assignment.apply else runs_of(model, first)
+    others = {frozenset(plan.assignment.recompute): plan for plan, _ in tasks[1:]}
+    others.pop(frozenset(first.assignment.recompute), None)
+    if any(runs_of(model, other) != runs for other in others.values()):
+        runs = []
+    if runs:
+        try:
+            with shortened(model, runs) as used:
+                short = [_Task(short_plan(plan, runs), batch) for plan, batch in tasks]
+                seen = _Recording(model, short, loss_fn, device, runs, is_rank=is_rank).all(
+                    is_steady=is_steady
+                )
+            if not used:
+                return seen
+        except Exception:  # The model's code may rely on all its blocks and raise anything.
+            seen = []  # Run the whole model below, where a genuine error is raised again.
+    return _Recording(model, tasks, loss_fn, device, (), is_rank=is_rank).all(is_steady=is_steady)
+
+
+class _Recording:
+    """A copy of a model that runs microbatches, with hooks that record them.
 
     Args:
         model: The model, shortened if `runs` is not empty.
-        plans: The plan of each microbatch, in the order in which they are asked.
-        batches: (inputs, targets) by number of samples.
+        tasks: The microbatches, with plans for that model.
         loss_fn: Maps the model's output and the targets to the loss.
         device: Name of the device whose kernels are emulated.
         runs: The runs of equal blocks that were shortened.
+        is_rank: As for `_recorded`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        plans: Sequence[Plan],
-        batches: Mapping[int, Any],
+        tasks: Sequence[_Task],
         loss_fn: LossFn,
         device: str,
         runs: Sequence[RepeatedBlocks],
+        *,
+        is_rank: bool,
     ) -> None:
-        self._model, self._plans, self._batches = model, plans, batches
-        self._loss_fn, self._device, self._runs = loss_fn, device, runs
-        self._blocks = plans[0].graph.blocks()
+        self._model, self._tasks, self._loss_fn = model, tasks, loss_fn
+        self._device, self._runs, self._is_rank = device, runs, is_rank
+        self._plan, self._is_several = tasks[0].plan, len(tasks) > 1
+        self._shown = shown_of(self._plan.graph.blocks(), runs)
+        self._observer = Observer(self._counter, tuple(dict.fromkeys(self._shown.values())))
 
-    def all(self, asks: Sequence[Ask], *, is_steady: bool) -> list[MicrobatchCosts]:
-        """Return the record of each asked microbatch, as it runs from the second time on."""
-        plain = without_data(with_recompute(self._plans[0], frozenset()))
-        with warnings.catch_warnings(), fake_single_rank(self._model, self._device) as (
-            fake_model, fake, behaviour,
-        ):  # fmt: skip
+    def all(self, *, is_steady: bool) -> list[MicrobatchCosts]:
+        """Return the record of each microbatch, as it runs from the second time on."""
+        with warnings.catch_warnings(), self._copied() as (copied, fake):
             warnings.simplefilter("ignore")
-            self._fake, self._wrapped = fake, fake_model
-            cast_parameters(fake_model.train(), plain)
-            apply_chunked_loss(fake_model, plain)()
-            names = names_of(self._wrapped)
-            self._tracker = KernelCounter(
-                names, behaviour, self._shown().values(), is_compiled=self._plans[0].spec.compile
+            self._microbatches = MicrobatchRecorder(
+                copied, self._plan, self._loss_fn, self._observer, self._runs
             )
-            self._of_params = note_state(self._tracker, self._wrapped, ())
-            self._recorder = hook_points_of(self._wrapped, self._plans[0], self._tracker)
-            shown = dict.fromkeys(self._shown().values())
-            self._block_recorder = BlockRecorder(
-                self._wrapped, self._plans[0], shown, self._tracker, self._recorder
-            )
-            self._edges = [Edges(self._wrapped, run, self._tracker) for run in self._runs]
-            alone = len(asks) == 1 and not is_steady
-            found = self._each(asks, twice=alone)
             # Tensors that a microbatch leaves behind exist from the beginning of the next one. A
             # single microbatch shows that only if it runs twice.
-            is_steady = is_steady or not any(before for _, before in found)
-            if not is_steady and not alone:
-                found = self._each(asks, twice=True)
+            twice = not self._is_several and not is_steady
+            found = self._each(copied, fake, twice=twice)
+            is_steady = is_steady or not any(left for _, left in found)
+            if not is_steady and not twice:
+                found = self._each(copied, fake, twice=True)
             return [replace(seen, is_steady=is_steady) for seen, _ in found]
 
+    @contextmanager
+    def _copied(self) -> Iterator[tuple[nn.Module, Fake]]:
+        """Enter a fake mode; yield a copy of the model, watched, and what makes tensors fake."""
+        # Several microbatches recompute different blocks, one after the other.
+        plan = with_recompute(self._plan, frozenset()) if self._is_several else self._plan
+        bare = without_data(plan)
+        if self._is_rank:
+            with fake_rank(self._model, bare, 0, self._device) as (model, mesh, fake, behaviour):
+                watch = partial(self._observer.watch, plan=plan, behaviour=behaviour)
+                wrapped = applied_without_data(model, bare, mesh, watch)
+                applied(wrapped).is_tested = True
+                yield wrapped, fake
+            return
+        with fake_single_rank(self._model, self._device) as (model, fake, behaviour):
+            cast_parameters(model.train(), bare)
+            apply_chunked_loss(model, bare)()
+            self._observer.watch(model, plan, behaviour)
+            yield model, fake
+
     def _each(
-        self, asks: Sequence[Ask], *, twice: bool
+        self, model: nn.Module, fake: Fake, *, twice: bool
     ) -> list[tuple[MicrobatchCosts, tuple[int, ...]]]:
         """Return (record, sizes of tensors left by earlier microbatches) of each microbatch."""
         out = []
-        for ask, plan in zip(asks, self._plans, strict=True):
-            with _again(self._wrapped, plan) as looks_first:
-                for _ in range(1 + (twice or looks_first)):
-                    found = self._once(ask)
+        is_applied = self._is_rank and not self._is_several
+        is_new = self._is_rank  # Layers of tp find out the placements of their inputs.
+        for plan, batch in self._tasks:
+            with nullcontext(False) if is_applied else _again(model, plan) as looks_first:
+                for _ in range(1 + (twice or looks_first or is_new)):
+                    found = self._once(*mapped(batch, fake))
             out.append(found)
+            is_new = False
         return out
 
-    def _once(self, ask: Ask) -> tuple[MicrobatchCosts, tuple[int, ...]]:
-        tracker, recorder = self._tracker, self._recorder
-        inputs, targets = mapped(self._batches[ask.samples], self._fake)
-        recorder.clear()
-        for edge in self._edges:
-            edge.clear()
-        tracker.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
-        tracker.forget()
-        self._block_recorder.clear()
-        args, kwargs = as_arguments(inputs)
-        with heard_by(tracker.begin), tracker, loss_mode(self._plans[0]):
-            begin("forward")
-            output = self._wrapped(*args, **kwargs)
-            tracker.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
-            begin("loss")
-            loss = self._loss_fn(output, targets)
-            del output
-            begin("backward")
-            (loss * 1.0).backward()
-            recorder.finish()
-        log = tracker.log()
-        num_left_out = sum(event.storage in self._of_params for event in log.events)
-        trace = replace(
-            trace_of(tracker, [recorder], self._of_params, loss),
-            taken=dict(self._block_recorder.taken),
-        )
-        if self._runs:
-            trace = repeat_blocks(trace, [edge.found(num_left_out) for edge in self._edges])
-        before = tuple(
-            event.delta for event in log.events
-            if not event.phase and event.storage not in self._of_params
-            and log.storages[event.storage].term not in (Term.INPUTS, Term.BUFFERS)
-        )  # fmt: skip
+    def _once(self, inputs: Any, targets: Any) -> tuple[MicrobatchCosts, tuple[int, ...]]:
+        microbatches, observer = self._microbatches, self._observer
+        trace = microbatches.repeated(microbatches.run(inputs, targets))
+        counter = observer.tracker
+        assert isinstance(counter, KernelCounter)
         seen = MicrobatchCosts(
             trace=trace,
-            done=MappingProxyType(dict(tracker.done)),
-            shown=MappingProxyType(self._shown()),
-            unknown=frozenset(tracker.unknown),
-            convolved=tracker.convolved_share,
+            done=MappingProxyType(dict(counter.done)),
+            shown=MappingProxyType(self._shown),
+            unknown=frozenset(counter.unknown),
+            convolved=counter.convolved_share,
             is_steady=False,
-            has_cast=recorder.has_cast,
-            input_bytes=self._block_recorder.input_bytes,
+            has_cast=observer.recorder.has_cast,
+            input_bytes=observer.block_recorder.input_bytes,
         )
-        return seen, before
+        return seen, microbatches.left()
 
-    def _shown(self) -> dict[str, str]:
-        """Map each block of the whole model to the block that runs for it."""
-        return shown_of(self._blocks, self._runs)
+    def _counter(self, names: Mapping[nn.Module, str], behaviour: Behaviour) -> KernelCounter:
+        mesh = self._plan.mesh if self._is_rank else None
+        is_compiled = self._plan.spec.compile
+        return KernelCounter(names, behaviour, self._shown.values(), mesh, is_compiled=is_compiled)
 
 
 @contextmanager

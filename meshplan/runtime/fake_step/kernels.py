@@ -164,7 +164,7 @@ class KernelCounter(MemoryTracker):
         if (device := answer_device(func, args)) is not None:
             return device
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if out is NotImplemented or func.is_view:
+        if out is NotImplemented or func.is_view or self.is_muted:
             return out
         if func.namespace in _SENDS_OR_ASKS:
             done = self._sent_along_axis(func, args, kwargs or {}, out)

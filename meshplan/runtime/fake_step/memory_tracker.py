@@ -71,6 +71,11 @@ class MemoryTracker(Watching):
         self._place.mark(is_loss=phase == "loss")
 
     @property
+    def is_muted(self) -> bool:
+        """True while DTensor computes a global shape by an operator that no rank runs."""
+        return self._muted.depth > 0
+
+    @property
     def num_events(self) -> int:
         """The number of events recorded so far."""
         return len(self._events)
@@ -148,7 +153,7 @@ class MemoryTracker(Watching):
             return device
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # torch then dispatches the operators on local tensors.
-        if self._muted.depth:  # DTensor computes a global shape, without memory.
+        if self.is_muted:
             return func(*args, **(kwargs or {}))
         # `wait_tensor` returns its argument, but its fake implementation makes a new tensor.
         is_wait = func is _WAIT and is_fake_execution()

@@ -89,15 +89,15 @@ def trace_microbatch(
         try:
             with shortened(model, runs) as used:
                 short = short_plan(plan, runs)
-                trace, found = _traced(
+                trace = _traced(
                     model, short, inputs, targets, loss_fn, rank, device, runs, observer
                 )
             if not used:
-                return repeat_blocks(trace, found)
+                return trace
         except Exception:  # The model may need all of its blocks, and raise anything.
             if dist.is_initialized():
                 raise
-    return _traced(model, plan, inputs, targets, loss_fn, rank, device, (), observer)[0]
+    return _traced(model, plan, inputs, targets, loss_fn, rank, device, (), observer)
 
 
 class Observer:
@@ -144,8 +144,8 @@ def _traced(
     device: str,
     runs: Sequence[RepeatedBlocks],
     observer: Observer,
-) -> tuple[MicrobatchTrace, list[RepeatedBlocks]]:
-    """Return (trace, runs), each run with the events at which its periods begin."""
+) -> MicrobatchTrace:
+    """Return the trace of the whole model, of which the blocks of `runs` were shortened."""
     bare = without_data(plan)
     with fake_rank(model, bare, rank, device) as (fake_model, mesh, fake, behaviour):
         batch, fake_targets = mapped(inputs, fake), mapped(targets, fake)
@@ -153,7 +153,7 @@ def _traced(
         def mark(module: nn.Module) -> None:
             observer.watch(module, plan, behaviour)
 
-        wrapped = _applied_without_data(fake_model, bare, mesh, mark)
+        wrapped = applied_without_data(fake_model, bare, mesh, mark)
         applied(wrapped).is_tested = True
         return _watched(
             wrapped, batch, fake_targets, plan, loss_fn, observer, runs,
@@ -189,7 +189,7 @@ def _traced_pass(
     with fake_rank(model, bare, rank, device) as (fake_model, mesh, fake, behaviour):
         tracker = MemoryTracker(names, behaviour)
         batch, fake_targets = mapped(inputs, fake), mapped(targets, fake)
-        wrapped = _applied_without_data(fake_model, bare, mesh, mark)
+        wrapped = applied_without_data(fake_model, bare, mesh, mark)
         assert isinstance(wrapped, PipelinedModule)
 
         def share() -> None:
@@ -233,7 +233,7 @@ def _traced_pass(
         return trace
 
 
-def _applied_without_data(
+def applied_without_data(
     model: nn.Module, bare: Plan, mesh: DeviceMesh, mark: Callable[[nn.Module], None]
 ) -> nn.Module:
     """Apply a plan, and call `mark` with each model or stage where it would be wrapped for data.
@@ -270,6 +270,79 @@ def without_data(plan: Plan) -> Plan:
     return replace(plan, assignment=bare, accumulate=1)
 
 
+class MicrobatchRecorder:
+    """Runs microbatches of a wrapped model, and returns the trace of each.
+
+    Args:
+        model: The wrapped model, on fake tensors.
+        plan: The plan that was applied.
+        loss_fn: Maps the model's output and the targets to the loss.
+        observer: What watches the model.
+        runs: The runs of equal blocks that were shortened.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        loss_fn: LossFn,
+        observer: Observer,
+        runs: Sequence[RepeatedBlocks],
+    ) -> None:
+        self._model, self._plan, self._loss_fn, self._observer = model, plan, loss_fn, observer
+        self._tracker = observer.tracker
+        self._of_params = note_state(self._tracker, model, ())
+        self._edges = [Edges(model, run, self._tracker) for run in runs]
+
+    def run(self, inputs: Any, targets: Any) -> MicrobatchTrace:
+        """Run a microbatch.
+
+        Returns:
+            The trace of the model as it is: of a short one, not yet extended to all blocks.
+        """
+        tracker, recorder = self._tracker, self._observer.recorder
+        recorder.clear()
+        self._observer.block_recorder.clear()
+        for edge in self._edges:
+            edge.clear()
+        tracker.forget()  # Its phases, too: the inputs exist before any phase.
+        tracker.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
+        tracker.forget()
+        with heard_by(tracker.begin), tracker:
+            loss = self._loss(inputs, targets)
+            recorder.finish()
+        found = trace_of(tracker, [recorder], self._of_params, loss)
+        recorder.clear()
+        return replace(found, taken=dict(self._observer.block_recorder.taken))
+
+    def repeated(self, trace: MicrobatchTrace) -> MicrobatchTrace:
+        """Extend the trace that `run` returned last to all blocks of the whole model."""
+        num_left_out = sum(event.storage in self._of_params for event in self._tracker.log().events)
+        return repeat_blocks(trace, [edge.found(num_left_out) for edge in self._edges])
+
+    def left(self) -> tuple[int, ...]:
+        """Return the sizes of what earlier microbatches had left when the last one began.
+
+        Parameters, buffers and inputs do not count.
+        """
+        log = self._tracker.log()
+        return tuple(
+            event.delta for event in log.events
+            if not event.phase and event.storage not in self._of_params
+            and log.storages[event.storage].term not in (Term.INPUTS, Term.BUFFERS)
+        )  # fmt: skip
+
+    def _loss(self, inputs: Any, targets: Any) -> torch.Tensor:
+        # The same local variables as in `train_step`, because they keep tensors alive. The product
+        # with 1.0 allocates what scaling the loss does.
+        args, kwargs = as_arguments(inputs)
+        begin("forward")
+        with loss_mode(self._plan):
+            loss = _noted_loss(self._tracker, self._loss_fn, self._model(*args, **kwargs), targets)
+            (loss * 1.0).backward()
+        return loss
+
+
 def _watched(
     model: nn.Module,
     inputs: Any,
@@ -280,48 +353,23 @@ def _watched(
     runs: Sequence[RepeatedBlocks],
     *,
     is_plain: bool,
-) -> tuple[MicrobatchTrace, list[RepeatedBlocks]]:
+) -> MicrobatchTrace:
     """Trace the second of two microbatches, when all that a model keeps between them exists.
 
-    Return (trace, runs), as `_traced`. The second microbatch is skipped if it would equal the
-    first: only the model's modules could make it differ (`is_plain`), and the first microbatch left
-    nothing behind, neither in the modules nor in memory.
+    The second microbatch is skipped if it would equal the first: only the model's modules could
+    make it differ (`is_plain`), and the first microbatch left nothing behind, neither in the
+    modules nor in memory.
     """
-    tracker, recorder, blocks = observer.tracker, observer.recorder, observer.block_recorder
-    of_params = note_state(tracker, model, (inputs, targets))
-    edges = [Edges(model, run, tracker) for run in runs]
-    args, kwargs = as_arguments(inputs)
-
-    def microbatch() -> torch.Tensor:
-        # The same local variables as in `train_step`, because they keep tensors alive. The product
-        # with 1.0 allocates what scaling the loss does.
-        begin("forward")
-        with loss_mode(plan):
-            loss = _noted_loss(tracker, loss_fn, model(*args, **kwargs), targets)
-            (loss * 1.0).backward()
-        return loss
-
-    trace, num_left_out = None, 0
-    with heard_by(tracker.begin):
-        for _ in range(2):
-            recorder.clear()
-            blocks.clear()
-            for edge in edges:
-                edge.clear()
-            tracker.forget()
-            there, known = tracker.alive, _known_by(model)
-            with tracker:
-                loss = microbatch()
-                recorder.finish()
-            num_left_out = sum(event.storage in of_params for event in tracker.log().events)
-            found = trace_of(tracker, [recorder], of_params, loss)
-            trace = replace(found, taken=dict(blocks.taken))
-            del loss
-            recorder.clear()
-            if is_plain and tracker.alive == there and _known_by(model) == known:
-                break
+    microbatches = MicrobatchRecorder(model, plan, loss_fn, observer, runs)
+    tracker, trace = observer.tracker, None
+    tracker.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
+    for _ in range(2):
+        there, known = tracker.alive, _known_by(model)
+        trace = microbatches.run(inputs, targets)
+        if is_plain and tracker.alive == there and _known_by(model) == known:
+            break
     assert trace is not None
-    return trace, [edge.found(num_left_out) for edge in edges]
+    return microbatches.repeated(trace)
 
 
 def _is_plain(model: nn.Module, plan: Plan) -> bool:

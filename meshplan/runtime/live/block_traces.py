@@ -27,10 +27,7 @@ from meshplan.runtime.fake_step.chain import Kept, Staged, Traces, chain_of, che
 from meshplan.runtime.fake_step.costs import (
     Ask,
     MicrobatchCosts,
-    first_samples,
     watch,
-    watch_rank,
-    with_recompute,
 )
 from meshplan.runtime.fake_step.default_loop import DefaultLoop, Returned, loop_of
 from meshplan.runtime.live.bounded import BoundedTraces
@@ -202,25 +199,12 @@ class BlockTraces:
         tp = self.plan.mesh.size("tp")
         as_rank = f" as a rank of tp {tp}" if tp > 1 else ""
         self._report(f"tracing {words} of {type(self._model).__name__}{as_rank}")
-        batch = loop.inputs, loop.targets
-
-        def run() -> list[MicrobatchCosts]:
-            if tp > 1:
-                return [self._in_words(partial(self._as_rank, loop, ask)) for ask in asks]
-            found: list[MicrobatchCosts] = self._in_words(
-                lambda: watch(
-                    self._model, self.plan, *batch, loop.loss_fn, self._device, asks,
-                    is_steady=self._is_steady,
-                )
-            )  # fmt: skip
-            return found
-
+        run = partial(
+            watch, self._model, self.plan, loop.inputs, loop.targets, loop.loss_fn, self._device,
+            asks, is_steady=self._is_steady,
+        )  # fmt: skip
+        run = partial(self._in_words, run)
         return self._bounded.run(run, lambda found: [each.trace.log for each in found])
-
-    def _as_rank(self, loop: DefaultLoop, ask: Ask) -> MicrobatchCosts:
-        inputs, targets = first_samples(ask.samples, (loop.inputs, loop.targets))
-        plan = with_recompute(self.plan, ask.recomputed)
-        return watch_rank(self._model, plan, inputs, targets, loop.loss_fn, self._device)
 
     def _in_words(self, run: Callable[[], Any]) -> Any:
         return in_words(run, self._model, self._origin)
