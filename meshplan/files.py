@@ -7,6 +7,7 @@ another process that writes the same file, a link that another user created unde
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from contextlib import suppress
@@ -15,6 +16,8 @@ from typing import Final
 
 from meshplan.errors import Origin, Problem, SpecError
 
+CACHE_VARIABLE: Final = "MESHPLAN_CACHE"
+"""Environment variable that names the folder of what meshplan keeps for itself; "off" for none."""
 ELSEWHERE: Final = "give a path in an existing folder that you can write to"
 """The fix that is suggested when a file cannot be written."""
 
@@ -142,3 +145,60 @@ def sync_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+class DiskCache:
+    """Files that meshplan keeps for itself, each with a hash of its content.
+
+    A file of another user, or which others may write, is not read, nor one that was cut short or
+    changed. A folder that cannot be written is no error: nothing is kept then.
+
+    Args:
+        folder: The folder; it is made when the first file is kept.
+        suffix: Suffix of the names of these files; the folder may hold others.
+        most: Number of files that are kept; the oldest are removed.
+    """
+
+    def __init__(self, folder: Path, suffix: str, most: int) -> None:
+        self.folder, self._suffix, self._most = folder, suffix, most
+
+    @classmethod
+    def of_user(cls, suffix: str, most: int) -> DiskCache | None:
+        """Return the cache in the folder that the environment names; None if it is turned off."""
+        stated = os.environ.get(CACHE_VARIABLE, "")
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folder = stated or os.path.join(home, "meshplan")
+        if stated == "off" or folder.startswith("~"):  # The user has no home.
+            return None
+        return cls(Path(folder), suffix, most)
+
+    def get(self, name: str) -> tuple[bytes, float] | None:
+        """Return (content, time of its writing in seconds since 1970); None if there is none."""
+        try:
+            handle = os.open(self.folder / (name + self._suffix), os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        with os.fdopen(handle, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not _is_own(status):
+                return None
+            hashed, data = file.read(hashlib.sha256().digest_size), file.read()
+        return (data, status.st_mtime) if hashlib.sha256(data).digest() == hashed else None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Keep a file, if the folder can be written, and remove the oldest ones."""
+        path = self.folder / (name + self._suffix)
+        with suppress(OSError, SpecError):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_bytes(path, hashlib.sha256(data).digest() + data, "what is kept")
+            path.chmod(0o600)
+            kept = self.folder.glob(f"*{self._suffix}")
+            for old in sorted(kept, key=lambda each: each.stat().st_mtime)[: -self._most]:
+                old.unlink()
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Return True if a file belongs to this user, who alone may write it."""
+    if os.name == "nt":
+        return True
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meshplan.api import checking
+from meshplan.cli import recording
 from meshplan.cli.common import (
     COULD_NOT,
     INTERRUPTED,
@@ -491,4 +492,5 @@ VERBS: tuple[Verb, ...] = (
         _calibrate_flags,
         _calibrate,
     ),
+    recording.VERB,
 )

@@ -137,7 +137,7 @@ def main() -> None:
 
 `python -m tests.bench.search_time --runs {args.runs}`: whole processes, all of the space open,
 median of {args.runs}; what is wanted is for two cores with nothing else to do. "again": the same
-command once more, which reads the answer from the cache, except for live models. Timed on
+command once more, which reads the answer from the cache. Timed on
 {date.today()}.
 
 ```""")

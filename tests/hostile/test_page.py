@@ -105,6 +105,8 @@ WORDS = {
     "explain": "why mesh.dp_shard -f {plan}", "diff": "{plan} {lock}",
     "compare": "{folder}/run.json -f {plan} --profile {profile}",
     "calibrate": "--out {folder}/mine.json", "show": "-f {plan}",
+    "record": '-f {plan} --set input={{"input_ids":{{"shape":[1,16],"dtype":"int64"}}}} '
+    "-o {folder}/model.tape.json",  # A stated input is traced, not planned from the config.
     "draw": "--what mesh -f {plan} -o {folder}/mesh.svg", "report": "-f {plan} -o {folder}/it.html",
     "import": "{folder}/theirs.json -o {folder}/imported.yaml",
     "export": "-f {plan} --to accelerate --partial -o {folder}/theirs.yaml",
@@ -113,8 +115,8 @@ WORDS = {
     "state": "{folder}/states -f {plan}",
     "demo": f"-f {{plan}} --steps 2 {SMALL}",
 }  # fmt: skip
-SLOW = ("verify", "doctor", "demo")
-"""They start processes, which takes more than ten seconds."""
+SLOW = ("verify", "doctor", "demo", "record")
+"""They start processes or trace a model, which takes more than ten seconds."""
 
 
 def make_state(folder: Path) -> None:
@@ -233,6 +235,7 @@ CODE_WORDS = {
     "explain": "memory -f plan.yaml", "diff": "plan.yaml plan.yaml",
     "compare": "run.json -f plan.yaml",
     "calibrate": "-f plan.yaml --out mine.json", "show": "-f plan.yaml",
+    "record": "-f plan.yaml -o model.tape.json",
     "draw": "--what memory -f plan.yaml -o it.svg", "report": "-f plan.yaml -o it.html",
     "trust": "plan.yaml", "verify": "-f plan.yaml", "doctor": "-f plan.yaml",
     "launch": "-f plan.yaml --slurm job.sbatch -m train", "state": "states -f plan.yaml",

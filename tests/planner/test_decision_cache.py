@@ -18,6 +18,7 @@ from types import MappingProxyType
 import pytest
 
 from meshplan.cli.app import main
+from meshplan.files import CACHE_VARIABLE
 from meshplan.own_process import IS_COMMAND
 from meshplan.planner.objectives import answer as objectives
 from meshplan.planner.objectives import decision_cache
@@ -39,7 +40,7 @@ def asked(monkeypatch, tmp_path, capsys):
 
     counted = {name: counting(decide) for name, decide in objectives._BY_OBJECTIVE.items()}
     monkeypatch.setattr(objectives, "_BY_OBJECTIVE", MappingProxyType(counted))
-    monkeypatch.setenv(decision_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     token = IS_COMMAND.set(True)
 
     def ask(path, *words):
@@ -197,9 +198,9 @@ def test_a_search_that_was_stopped_is_not_kept(asked, job, tmp_path):
 
 def test_only_commands_keep_and_read(asked, job, tmp_path, monkeypatch):
     path = job()
-    monkeypatch.setenv(decision_cache.VARIABLE, "off")
+    monkeypatch.setenv(CACHE_VARIABLE, "off")
     assert [asked(path)[0] for _ in range(2)] == [True, True]
-    monkeypatch.setenv(decision_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     token = IS_COMMAND.set(False)
     assert [asked(path)[0] for _ in range(2)] == [True, True]
     IS_COMMAND.reset(token)
@@ -226,7 +227,7 @@ def test_few_answers_are_kept(asked, job, tmp_path, monkeypatch):
 def test_a_process_keeps_its_answer_in_the_folder_of_caches(job, tmp_path):
     path = job()
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "home")}
-    del environment[decision_cache.VARIABLE]
+    del environment[CACHE_VARIABLE]
     notes = []
     for _ in range(2):
         done = subprocess.run(

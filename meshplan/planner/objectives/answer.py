@@ -9,9 +9,10 @@ from types import MappingProxyType
 from typing import Final
 
 from meshplan.errors import PlanError
+from meshplan.files import CACHE_VARIABLE
 from meshplan.plan.plan import make_plan
 from meshplan.planner.objectives.balanced import balanced
-from meshplan.planner.objectives.decision_cache import VARIABLE, cache_of
+from meshplan.planner.objectives.decision_cache import cache_of
 from meshplan.planner.objectives.fastest import decide, grid_line
 from meshplan.planner.objectives.memory import LeastMemory
 from meshplan.planner.objectives.num_devices import cheapest
@@ -47,7 +48,7 @@ def answer(request: PlanRequest, report: OnProgress = lambda text: None) -> Deci
     cache = cache_of(request)
     if cache is not None and (kept := cache.get()) is not None:
         decision, when = kept
-        report(f"the answer of {when} to the same question; {VARIABLE}=off searches again")
+        report(f"the answer of {when} to the same question; {CACHE_VARIABLE}=off searches again")
         return decision
     try:
         decision = _BY_OBJECTIVE[request.objective](request, report)

@@ -38,6 +38,8 @@ class PlanRequest:
         is_stopped: Returns True once the user wants the best plan found so far.
         other_layouts: If True, the fastest plan of each other kind of layout is searched too, as
             `Decision.other_layouts`.
+        identity: Returns a hash of the code, the modules and the recorded forward of a live model;
+            "" if the forward cannot be recorded, or if the model is no live one.
         profile: Measured speeds of the machine; None to use the tables of known devices.
         profile_path: The file that `profile` was read from; None if it was read from none.
         device: A device name of `layout.hardware`, or "cuda".
@@ -65,6 +67,7 @@ class PlanRequest:
     traced: Traced | None = None
     certify: Callable[[Spec], MemoryEstimate | str] | None = None
     price: Callable[[Spec], Priced] | None = None
+    identity: Callable[[], str] = field(default=lambda: "", compare=False)
     objective: str = "time"
     is_stopped: Callable[[], bool] = lambda: False
     other_layouts: bool = False

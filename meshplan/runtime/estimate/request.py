@@ -13,6 +13,7 @@ from torch import nn
 from meshplan.errors import Origin, PlanError, SpecError
 from meshplan.layout.hardware import SOME_GPU
 from meshplan.memory.log.events import EventLog
+from meshplan.model.flow import Flow
 from meshplan.model.graph import ModelGraph
 from meshplan.model.rehearsal import Rehearser
 from meshplan.plan.plan import Plan, make_plan
@@ -133,6 +134,11 @@ class PlanDecider:
             raise PlanError(self._recorded.problems)
         graph, rehearse = self._recorded
         return make_plan(spec, graph, rehearse=rehearse)
+
+    @property
+    def flow(self) -> Flow | None:
+        """The recorded forward; None if it cannot be recorded."""
+        return None if isinstance(self._recorded, PlanError) else self._recorded[0].flow
 
     @cached_property
     def _graph(self) -> ModelGraph:

@@ -204,17 +204,17 @@ def _recorded(
         try:
             with shortened(model, runs) as used:
                 short = [_Task(short_plan(plan, runs), batch) for plan, batch in tasks]
-                seen = _Recording(model, short, loss_fn, device, runs, is_rank=is_rank).all(
+                seen = _CostWatch(model, short, loss_fn, device, runs, is_rank=is_rank).all(
                     is_steady=is_steady
                 )
             if not used:
                 return seen
         except Exception:  # The model's code may rely on all its blocks and raise anything.
             seen = []  # Run the whole model below, where a genuine error is raised again.
-    return _Recording(model, tasks, loss_fn, device, (), is_rank=is_rank).all(is_steady=is_steady)
+    return _CostWatch(model, tasks, loss_fn, device, (), is_rank=is_rank).all(is_steady=is_steady)
 
 
-class _Recording:
+class _CostWatch:
     """A copy of a model that runs microbatches, with hooks that record them.
 
     Args:

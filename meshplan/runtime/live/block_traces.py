@@ -30,7 +30,8 @@ from meshplan.runtime.fake_step.costs import (
     watch,
 )
 from meshplan.runtime.fake_step.default_loop import DefaultLoop, Returned, loop_of
-from meshplan.runtime.live.bounded import BoundedTraces
+from meshplan.runtime.live.bounded import BoundedTraces, Question
+from meshplan.runtime.live.trace_json import costs_from_json, costs_to_json
 from meshplan.runtime.trace.bounds import UnknownShapeError
 from meshplan.runtime.trace.trace_errors import refused
 
@@ -195,16 +196,25 @@ class BlockTraces:
         return self.loop if is_enough else self.loop_of(plan)
 
     def _watched(self, loop: DefaultLoop, asks: list[Ask]) -> list[MicrobatchCosts]:
-        words = "microbatches" if len(asks) > 1 else "a microbatch of the plan"
-        tp = self.plan.mesh.size("tp")
-        as_rank = f" as a rank of tp {tp}" if tp > 1 else ""
-        self._report(f"tracing {words} of {type(self._model).__name__}{as_rank}")
-        run = partial(
-            watch, self._model, self.plan, loop.inputs, loop.targets, loop.loss_fn, self._device,
-            asks, is_steady=self._is_steady,
-        )  # fmt: skip
-        run = partial(self._in_words, run)
-        return self._bounded.run(run, lambda found: [each.trace.log for each in found])
+        def run() -> list[MicrobatchCosts]:
+            words = "microbatches" if len(asks) > 1 else "a microbatch of the plan"
+            tp = self.plan.mesh.size("tp")
+            as_rank = f" as a rank of tp {tp}" if tp > 1 else ""
+            self._report(f"tracing {words} of {type(self._model).__name__}{as_rank}")
+            return watch(
+                self._model, self.plan, loop.inputs, loop.targets, loop.loss_fn, self._device, asks,
+                is_steady=self._is_steady,
+            )  # fmt: skip
+
+        asked = [(each.samples, sorted(each.recomputed)) for each in asks]
+        question = Question(
+            self.plan.spec,
+            ("blocks", self.plan.assignment, asked, self._is_steady),
+            lambda found: [*map(costs_to_json, found)],
+            lambda data: [*map(costs_from_json, data)],
+        )
+        logs_of = lambda found: [each.trace.log for each in found]  # noqa: E731
+        return self._bounded.run(partial(self._in_words, run), logs_of, question)
 
     def _in_words(self, run: Callable[[], Any]) -> Any:
         return in_words(run, self._model, self._origin)

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,20 @@ import torch.distributed as dist
 from torch import nn
 
 from meshplan.errors import ApplyError, MeshplanError, Problem
+from meshplan.files import DiskCache
+from meshplan.model.graph import ModelGraph
 from meshplan.planner.lock.lock import chosen_spec, has_lock, spec_hash
 from meshplan.planner.objectives.complete import complete_statements
 from meshplan.planner.problem.decision import PlanRequest
 from meshplan.planner.problem.request import Load, request_of, with_made
 from meshplan.runtime.apply.wrap import exchange
-from meshplan.runtime.estimate.request import built_without_memory
+from meshplan.runtime.estimate.request import PlanDecider, built_without_memory
 from meshplan.runtime.estimate.scale_down import ModelSource, model_source_of
 from meshplan.runtime.live.certify import Certifier
+from meshplan.runtime.live.identity import ModelIdentity, identity_of
 from meshplan.runtime.live.matches_config import described
 from meshplan.runtime.live.priced import priced_as_stated
+from meshplan.runtime.live.recording import Recording
 from meshplan.runtime.live.traced import TracedModel
 from meshplan.runtime.trace.sample import with_dtype
 from meshplan.runtime.trace.structure import graph_of
@@ -44,6 +48,7 @@ def request_of_model(
     profile: Path | None = None,
     example_inputs: Any = None,
     source: ModelSource | None = None,
+    records: bool = False,
     report: Callable[[str], None] = lambda text: None,
 ) -> PlanRequest:
     """Build the request that asks the planner to complete a plan file for a live model.
@@ -58,6 +63,7 @@ def request_of_model(
         example_inputs: Inputs of the model, used if the plan states none.
         source: Source from which another process can build the model; None if the model exists in
             this process only.
+        records: If True, traces are recorded even if nothing is kept on disk.
         report: Called with lines on the progress.
 
     Raises:
@@ -68,6 +74,15 @@ def request_of_model(
     origin = source.origin if source is not None else None
     request = request_of(load, graph, gpu, memory, profile)
     spec = with_dtype(model, _with_input(load(()), example_inputs))
+    decider = PlanDecider(model, spec, origin, graph=graph, report=report)
+    entry = source.entry if source is not None else ""
+    identify = cache(partial(_identified, model, graph, decider, entry))
+
+    def digest() -> str:
+        found = identify()
+        return found.digest() if found is not None else ""
+
+    request = replace(request, identity=digest)
     found = described(model, graph, spec)
     if not isinstance(found, str):
         report(f"{type(model).__name__} matches its config, so it is planned from the config")
@@ -87,9 +102,17 @@ def request_of_model(
         return with_made(request, found.shorter)
     if found:
         report(f"{type(model).__name__} is traced instead of planned from its config: {found}")
+
+    def recording_of() -> Recording | None:
+        # Without a folder to keep it in, a recording is worth nothing.
+        is_wanted = records or DiskCache.of_user("", 0) is not None
+        identity = identify() if is_wanted else None
+        return Recording.of_user(identity, report) if identity is not None else None
+
     traced = TracedModel(
         model,
-        graph,
+        decider,
+        recording_of,
         spec,
         device=request.device,
         limit_bytes=request.limit_bytes,
@@ -98,6 +121,14 @@ def request_of_model(
         report=report,
     )
     return replace(request, traced=traced)
+
+
+def _identified(
+    model: nn.Module, graph: ModelGraph, decider: PlanDecider, entry: str
+) -> ModelIdentity | None:
+    """Return the identity of a model; None if its forward cannot be recorded."""
+    flow = decider.flow
+    return identity_of(model, graph, flow, entry) if flow is not None else None
 
 
 def request_of_entry(
@@ -109,6 +140,7 @@ def request_of_entry(
     gpu: str | None = None,
     memory: str | int | None = None,
     profile: Path | None = None,
+    records: bool = False,
     report: Callable[[str], None] = lambda text: None,
 ) -> PlanRequest:
     """Build the planner's request for the model that `--model`, `--config` or the plan names.
@@ -122,6 +154,7 @@ def request_of_entry(
         memory: The memory limit, such as "80GB" or bytes; None takes the device's memory.
         profile: Path of a file that `meshplan calibrate` wrote; None takes the known speeds of the
             device.
+        records: As for `request_of_model`.
         report: Called with lines on the progress.
 
     Raises:
@@ -135,8 +168,9 @@ def request_of_entry(
     found = model_source_of(load(()), model, config)
     built = built_without_memory(found).train()
     return request_of_model(
-        built, load, gpu=gpu, memory=memory, profile=profile, source=found, report=report
-    )
+        built, load, gpu=gpu, memory=memory, profile=profile, source=found, records=records,
+        report=report,
+    )  # fmt: skip
 
 
 def _with_input(spec: Spec, given: Any) -> Spec:

@@ -34,7 +34,8 @@ from meshplan.runtime.fake_step.few_microbatches import (
 )
 from meshplan.runtime.fake_step.microbatch import trace_microbatch
 from meshplan.runtime.live.block_traces import in_words
-from meshplan.runtime.live.bounded import BoundedTraces
+from meshplan.runtime.live.bounded import BoundedTraces, Question
+from meshplan.runtime.live.trace_json import trace_from_json, trace_to_json
 
 
 class StageTraces:
@@ -96,11 +97,11 @@ class StageTraces:
         """Return the trace of the first microbatches of a rank."""
         key, place = _key(plan, rank), plan.mesh.index(rank, ("pp",))
         if key not in self._traces:
-            self._report(f"tracing {_words(plan, place)} of {type(self._model).__name__}")
-            run = partial(self._traced, plan, rank, loop_of())
+            run = partial(self._traced, plan, rank, loop_of)
             run = partial(in_words, run, self._model, self._origin)
+            question = Question(plan.spec, ("stages", key), trace_to_json, trace_from_json)
             try:
-                self._traces[key] = self._bounded.run(run, lambda trace: [trace.log])
+                self._traces[key] = self._bounded.run(run, lambda trace: [trace.log], question)
             except PlanError as error:
                 self._traces[key] = StageError(error.problems, place)
         found = self._traces[key]
@@ -108,8 +109,10 @@ class StageTraces:
             raise found
         return found
 
-    def _traced(self, plan: Plan, rank: int, loop: DefaultLoop) -> MicrobatchTrace:
+    def _traced(self, plan: Plan, rank: int, loop_of: Callable[[], DefaultLoop]) -> MicrobatchTrace:
         assert plan.assignment.stages is not None
+        place, loop = plan.mesh.index(rank, ("pp",)), loop_of()
+        self._report(f"tracing {_words(plan, place)} of {type(self._model).__name__}")
         # Without the inputs of the others, so that plans with more microbatches have this trace.
         batch = first_microbatches((loop.inputs, loop.targets), plan.assignment.stages)
         inputs, targets = mapped(batch, lambda tensor: tensor.clone())
@@ -131,7 +134,7 @@ def _key(plan: Plan, rank: int) -> Hashable:
         own = restrict(plan, stage).assignment
         parts += (
             tuple(fqn for fqn, at in stages.units if at == stage),
-            frozenset(own.recompute),
+            tuple(sorted(own.recompute)),
             tuple(
                 (fqn, p.compute_dtype, len(stages.tensors[fqn])) for fqn, p in own.tensors.items()
             ),

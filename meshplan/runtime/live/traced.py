@@ -30,7 +30,6 @@ from meshplan.memory.log.events import EventLog
 from meshplan.memory.replay import Prepared
 from meshplan.memory.replay.optimizer import OF_WHOLE_TENSORS, check_optimizer
 from meshplan.memory.replay.step import composed_log
-from meshplan.model.graph import ModelGraph
 from meshplan.plan.plan import Plan
 from meshplan.planner.problem.live_model import Priced, TracedChoices
 from meshplan.planner.space.offload import stated_offloads
@@ -43,6 +42,7 @@ from meshplan.runtime.fake_step.chain import staged_of
 from meshplan.runtime.live.block_traces import MOST, BlockTraces
 from meshplan.runtime.live.bounded import BoundedTraces
 from meshplan.runtime.live.priced import priced
+from meshplan.runtime.live.recording import Recording
 from meshplan.runtime.live.stage_traces import StageTraces
 from meshplan.spec.spec import AUTO, Spec
 
@@ -55,7 +55,8 @@ class TracedModel:
     Args:
         model: The unsharded model of one process, on any device. It is copied, and its values are
             not read.
-        graph: The graph of the model.
+        decider: Decides plans for the model.
+        recording_of: Returns the recording of the model; None if it cannot have one.
         spec: The plan file, which may leave fields open.
         device: Name of the device, as in the plan's `hardware`.
         limit_bytes: Bytes that one device may reserve.
@@ -68,7 +69,8 @@ class TracedModel:
     def __init__(
         self,
         model: nn.Module,
-        graph: ModelGraph,
+        decider: PlanDecider,
+        recording_of: Callable[[], Recording | None],
         spec: Spec,
         *,
         device: str,
@@ -78,17 +80,22 @@ class TracedModel:
         report: Callable[[str], None],
     ) -> None:
         self._model, self._spec = model, spec
-        self._decider = PlanDecider(model, spec, origin, graph=graph, report=report)
+        self._decider = decider
         self._source = source
         self._device, self._limit_bytes = device, limit_bytes
         self._origin, self._report = origin, report
         self._traces: dict[TracedChoices, BlockTraces] = {}
         self._why_not: dict[TracedChoices, str] = {}
         self._staged_chains: dict[tuple[TracedChoices, int], Chain] = {}
-        self._bounded = BoundedTraces(report)
+        self._bounded = BoundedTraces(report, device, recording_of)
         self._stages = StageTraces(
             model, device=device, origin=origin, report=report, bounded=self._bounded
         )
+
+    @property
+    def recording(self) -> Recording | None:
+        """The recording of the model; None if it cannot have one."""
+        return self._bounded.recording
 
     # Interface of the planner
 
