@@ -285,10 +285,13 @@ def test_what_is_no_whole_recording_of_these_versions_is_refused(tmp_path, kept)
     content = json.loads(text)
     assert content["sha256"] == _digest(content)
 
+    def signed(**more: Any) -> str:
+        other = content | more
+        return json.dumps(other | {"sha256": _digest(other)})
+
     def of_torch(version: str) -> str:
         versions = content["identity"]["versions"] | {"torch": version}
-        other = content | {"identity": content["identity"] | {"versions": versions}}
-        return json.dumps(other | {"sha256": _digest(other)})
+        return signed(identity=content["identity"] | {"versions": versions})
 
     key = next(iter(content["traces"]))
     less = content | {"traces": {k: v for k, v in content["traces"].items() if k != key}}
@@ -299,6 +302,10 @@ def test_what_is_no_whole_recording_of_these_versions_is_refused(tmp_path, kept)
         (of_torch("2.5.0"), "made by torch 2.5.0"),
         (json.dumps(content | {"version": 2}), "has version 2"),
         (json.dumps(content | {"format": "a plan"}), "this is no recording"),
+        (signed(identity={"model": "Net"}), "of which model"),
+        (signed(traces=[1]), "of which model"),
+        (signed(traces={key: [{}]}), "a trace of the recording is malformed"),
+        (signed(traces={key: {"kinds": 3}}), "a trace of the recording is malformed"),
         ("[1, 2]", "this is no recording"),
         ("[" * 100_000, "no JSON"),
         ("", "no JSON"),

@@ -46,7 +46,7 @@ class ModelIdentity:
         versions: Versions of meshplan, Python, torch and the packages that the code imports.
         code: For each Python file of the model's own code, by module name, a hash of its content.
         modules: Hash of the modules' classes and tensors.
-        attributes: Hash of the modules' other attributes.
+        attributes: Hash of the modules' other attributes and hooks, and of torch's global modes.
         forward: Hash of the recorded forward.
     """
 
@@ -108,9 +108,10 @@ def identity_of(model: nn.Module, graph: ModelGraph, flow: Flow, entry: str = ""
         _spelled(list(each.values()), 1) for module in model.modules() for each in hooks_of(module)
     ]
     backends = torch.backends.cuda
-    kernels = [enabled() for enabled in (
+    modes = [get() for get in (
         backends.flash_sdp_enabled, backends.mem_efficient_sdp_enabled, backends.math_sdp_enabled,
-        backends.cudnn_sdp_enabled,
+        backends.cudnn_sdp_enabled, torch.are_deterministic_algorithms_enabled,
+        torch.get_default_dtype, torch.is_autocast_enabled,
     )]  # fmt: skip
     return ModelIdentity(
         model=f"{type(model).__module__}.{type(model).__qualname__}",
@@ -118,7 +119,7 @@ def identity_of(model: nn.Module, graph: ModelGraph, flow: Flow, entry: str = ""
         code=code,
         modules=_hashed(repr([f"{kind.__module__}.{kind.__qualname__}" for kind in classes])
                         + repr(canonical((graph, graph.notes)))),
-        attributes=_hashed(repr((attributes, hooks, kernels, torch.is_autocast_enabled()))),
+        attributes=_hashed(repr((attributes, hooks, modes))),
         forward=_hashed(whole_repr(flow)),
     )  # fmt: skip
 

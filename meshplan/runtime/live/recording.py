@@ -20,6 +20,7 @@ from typing import Any, Final
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.files import CACHE_VARIABLE, DiskCache, read_bytes, write_bytes
 from meshplan.runtime.live.identity import ModelIdentity, canonical, versions
+from meshplan.runtime.live.trace_json import costs_from_json, trace_from_json
 
 FORMAT: Final = "meshplan recording"
 VERSION: Final = 1
@@ -117,6 +118,13 @@ def load(path: Path) -> tuple[ModelIdentity, int]:
         what = f"nothing is kept on disk, as {CACHE_VARIABLE} says"
         raise SpecError(Problem(what, origin, f"unset {CACHE_VARIABLE}"))
     recording = Recording(identity, kept)
+    for trace in traces.values():
+        try:
+            trace_from_json(trace) if isinstance(trace, dict) else [*map(costs_from_json, trace)]
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            raise SpecError(
+                Problem("a trace of the recording is malformed", origin, REMAKE)
+            ) from None
     for key, trace in traces.items():
         recording.keep(key, trace)
     return identity, len(traces)
@@ -141,7 +149,10 @@ def _read(path: Path) -> tuple[ModelIdentity, Mapping[str, Any]]:
     rest = {key: content.get(key) for key in ("identity", "traces")}
     if content.get("sha256") != _hash(_dumped(rest).decode()):
         raise refused("the recording was changed after it was made")
-    return ModelIdentity(**content["identity"]), content["traces"]
+    try:
+        return ModelIdentity(**content["identity"]), dict(content["traces"])
+    except (TypeError, ValueError):
+        raise refused("the recording does not say of which model it is") from None
 
 
 def _dumped(data: Any) -> bytes:
