@@ -21,14 +21,16 @@ from torch import nn
 from meshplan.api.recording import load_recording, record
 from meshplan.cli.app import main
 from meshplan.cost.types import Chain
-from meshplan.errors import SpecError
+from meshplan.errors import Problem, SpecError
 from meshplan.files import CACHE_VARIABLE
 from meshplan.own_process import IS_COMMAND
 from meshplan.planner.objectives.answer import answer
 from meshplan.runtime.live import block_traces, identity, stage_traces
+from meshplan.runtime.live.bounded import Question
 from meshplan.runtime.live.planned import request_of_entry
 from meshplan.runtime.live.trace_json import costs_from_json, costs_to_json
 from meshplan.runtime.live.traced import TracedModel
+from meshplan.runtime.trace.bounds import UnknownShapeError
 
 HERE = f"{__name__}:build"
 SIZES: dict[str, int] = {}
@@ -237,10 +239,22 @@ def test_other_code_is_traced_anew(chain, tmp_path, monkeypatch):
 
 
 def test_bounds_are_not_kept(chain, kept):
-    plan = plan_of("tests.helpers.estimated:picking", batch={"global": 64, "seq_len": 64})
-    del plan["input"]
-    told = chain(plan)[2]
-    assert "maximum size" in told
+    traced = request_of_entry(plan_of(), (), None).traced
+    assert isinstance(traced, TracedModel)
+    bounded = traced._bounded
+    calls: list[int] = []
+
+    def trace() -> list[int]:
+        calls.append(0)
+        if len(calls) == 1:
+            raise UnknownShapeError(Problem("aten.nonzero.default makes a tensor"))
+        return [len(calls)]
+
+    question = Question(traced._spec, "blocks", list, list)
+    assert bounded.run(trace, lambda found: [], question) == [2]
+    assert bounded.bound
+    assert bounded.recording is not None
+    assert not bounded.recording.traces
     assert not [*kept.glob("*.trace")]
 
 
