@@ -23,6 +23,7 @@ from meshplan.cli.app import main
 from meshplan.cost.types import Chain
 from meshplan.errors import Problem, SpecError
 from meshplan.files import CACHE_VARIABLE
+from meshplan.memory.log.events import EventLog
 from meshplan.own_process import IS_COMMAND
 from meshplan.planner.objectives.answer import answer
 from meshplan.runtime.live import block_traces, identity, stage_traces
@@ -244,14 +245,15 @@ def test_bounds_are_not_kept(chain, kept):
     bounded = traced._bounded
     calls: list[int] = []
 
-    def trace() -> list[int]:
+    def trace() -> int:
         calls.append(0)
         if len(calls) == 1:
             raise UnknownShapeError(Problem("aten.nonzero.default makes a tensor"))
-        return [len(calls)]
+        return len(calls)
 
-    question = Question(traced._spec, "blocks", list, list)
-    assert bounded.run(trace, lambda found: [], question) == [2]
+    question = Question.of(traced._spec, "blocks", str, str)
+    log = EventLog((), (), ("before",))
+    assert bounded.recorded(question, [1], lambda numbers: [trace()], lambda _: log) == [2]
     assert bounded.bound
     assert bounded.recording is not None
     assert not bounded.recording.traces

@@ -8,7 +8,7 @@ recomputed blocks is composed from the recorded storages (`memory.repeat.compose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final
@@ -52,6 +52,8 @@ class BlockTraces:
         origin: Place where the user named the model; None if the user passed the model itself.
         report: Called with lines on the progress.
         bounded: Runs the traces of this model.
+        expects_unlike: Returns True if the model seems to run other operators on one sample than on
+            several; the microbatches that are then needed are traced at once.
 
     Attributes:
         plan: The plan under which microbatches are traced.
@@ -67,9 +69,10 @@ class BlockTraces:
         origin: Origin | None,
         report: Callable[[str], None],
         bounded: BoundedTraces,
+        expects_unlike: Callable[[], bool] = lambda: False,
     ) -> None:
         self._model, self.plan, self._device = model, plan, device
-        self._bounded = bounded
+        self._bounded, self._expects_unlike = bounded, expects_unlike
         self._origin, self._report = origin, report
         self._blocks = plan.graph.blocks()
         self.exact: dict[tuple[int, frozenset[str]], Prepared] = {}
@@ -140,6 +143,11 @@ class BlockTraces:
         return chain
 
     @property
+    def is_traced(self) -> bool:
+        """True once the microbatches from which all others are extrapolated have been traced."""
+        return "_traces" in vars(self)
+
+    @property
     def is_single_unlike(self) -> bool:
         """True if the model runs other operators on one sample than on several."""
         return self._traces[1] > 1
@@ -195,26 +203,27 @@ class BlockTraces:
         is_enough = plan.micro is not None and plan.micro <= MOST
         return self.loop if is_enough else self.loop_of(plan)
 
-    def _watched(self, loop: DefaultLoop, asks: list[Ask]) -> list[MicrobatchCosts]:
-        def run() -> list[MicrobatchCosts]:
+    def _watched(self, loop: DefaultLoop, asks: Sequence[Ask]) -> list[MicrobatchCosts]:
+        def run(numbers: Sequence[int]) -> list[MicrobatchCosts]:
             words = "microbatches" if len(asks) > 1 else "a microbatch of the plan"
             tp = self.plan.mesh.size("tp")
             as_rank = f" as a rank of tp {tp}" if tp > 1 else ""
             self._report(f"tracing {words} of {type(self._model).__name__}{as_rank}")
-            return watch(
-                self._model, self.plan, loop.inputs, loop.targets, loop.loss_fn, self._device, asks,
-                is_steady=self._is_steady,
+            made: list[MicrobatchCosts] = self._in_words(
+                lambda: watch(
+                    self._model, self.plan, loop.inputs, loop.targets, loop.loss_fn, self._device,
+                    [asks[number] for number in numbers], is_steady=self._is_steady,
+                )
             )  # fmt: skip
+            return made
 
-        asked = [(each.samples, sorted(each.recomputed)) for each in asks]
-        question = Question(
-            self.plan.spec,
-            ("blocks", self.plan.assignment, asked, self._is_steady),
-            lambda found: [*map(costs_to_json, found)],
-            lambda data: [*map(costs_from_json, data)],
-        )
-        logs_of = lambda found: [each.trace.log for each in found]  # noqa: E731
-        return self._bounded.run(partial(self._in_words, run), logs_of, question)
+        asked = [(each.samples, each.recomputed) for each in asks]
+        return self._bounded.recorded(self._question, asked, run, lambda costs: costs.trace.log)
+
+    @cached_property
+    def _question(self) -> Question[MicrobatchCosts]:
+        about = "blocks", self.plan.assignment
+        return Question.of(self.plan.spec, about, costs_to_json, costs_from_json)
 
     def _in_words(self, run: Callable[[], Any]) -> Any:
         return in_words(run, self._model, self._origin)
@@ -223,13 +232,13 @@ class BlockTraces:
     def _traces(self) -> tuple[dict[int, Traces], int]:
         """(traces by number of samples, base): other numbers scale from `base` and `base + 1`."""
         blocks = frozenset(self._blocks)
-        found = self._seen((1, 2), blocks)
+        found = self._seen((1, 2, MOST) if self._expects_unlike() else (1, 2), blocks)
         # A model may run other operators on one sample than on two. Then the base is 2.
         try:
             scaled(found[1].plain.trace, found[2].plain.trace, 1)
             scaled(found[1].recomputed.trace, found[2].recomputed.trace, 1)
         except NotComposableError:
-            return found | self._seen((MOST,), blocks), 2
+            return found if MOST in found else found | self._seen((MOST,), blocks), 2
         return found, 1
 
     def _seen(self, sizes: tuple[int, ...], blocks: frozenset[str]) -> dict[int, Traces]:

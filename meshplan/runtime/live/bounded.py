@@ -8,14 +8,14 @@ fits by them fits in every step. A second trace, with half selected, shows that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.log.events import EventLog
 from meshplan.runtime.fake_step.cuda_kernels import kernels_of
 from meshplan.runtime.fake_step.cuda_mode import CPU
-from meshplan.runtime.live.recording import Recording
+from meshplan.runtime.live.recording import Recording, key_of
 from meshplan.runtime.trace.bounds import (
     NoBoundError,
     UnknownShapeError,
@@ -31,19 +31,29 @@ T = TypeVar("T")
 
 
 class Question(NamedTuple, Generic[T]):
-    """What a trace answers, so that it can be recorded and recalled.
+    """Traces of one kind, under one plan, that are recorded and recalled.
 
     Attributes:
-        spec: The plan under which the model is traced.
-        asked: All that the trace depends on besides the model, the device, and what of the spec
-            holds for the whole model.
-        to_json, from_json: Turn the trace into JSON values, and back.
+        key: Hash of what all of these traces depend on, besides the model and the device.
+        to_json, from_json: Turn a trace into JSON values, and back.
     """
 
-    spec: Spec
-    asked: Any
+    key: str
     to_json: Callable[[T], Any]
     from_json: Callable[[Any], T]
+
+    @classmethod
+    def of(
+        cls, spec: Spec, about: Any, to_json: Callable[[T], Any], from_json: Callable[[Any], T]
+    ) -> Question[T]:
+        """Return the question for traces under a plan.
+
+        Args:
+            spec: The plan.
+            about: What of the plan's decisions for tensors and modules the traces depend on.
+            to_json, from_json: As in the class.
+        """
+        return cls(key_of((_computed_by(spec), about)), to_json, from_json)
 
 
 class BoundedTraces:
@@ -76,35 +86,51 @@ class BoundedTraces:
         """The recording of the model; None if it cannot have one."""
         return self._recording_of()
 
-    def run(
+    def recorded(
         self,
-        trace: Callable[[], T],
-        logs_of: Callable[[T], Sequence[EventLog]],
-        question: Question[T] | None = None,
-    ) -> T:
+        question: Question[T],
+        asked: Sequence[Any],
+        trace: Callable[[Sequence[int]], list[T]],
+        log_of: Callable[[T], EventLog],
+    ) -> list[T]:
+        """Return one trace for each thing asked, of which some may be recorded already.
+
+        Args:
+            question: The kind of traces.
+            asked: What each trace depends on besides the question, such as its samples.
+            trace: Makes the traces with the given indices, in one run of the model.
+            log_of: Returns the log of a trace.
+
+        Raises:
+            PlanError: A trace failed, or no upper bound can be proved.
+        """
+        recording = None if self.bound else self.recording
+        kernels = self._device if self._device == CPU else kernels_of(self._device)
+        keys = [key_of((kernels, question.key, each)) for each in asked]
+        known = [recording.find(key) if recording is not None else None for key in keys]
+        missing = [number for number, data in enumerate(known) if data is None]
+        made: dict[int, T] = {}
+        if missing:
+            found = self.run(partial(trace, missing), lambda found: [*map(log_of, found)])
+            made = dict(zip(missing, found, strict=True))
+        if recording is not None and not self.bound:
+            for number, each in made.items():
+                recording.keep(keys[number], question.to_json(each))
+        return [
+            made[number] if data is None else question.from_json(data)
+            for number, data in enumerate(known)
+        ]
+
+    def run(self, trace: Callable[[], T], logs_of: Callable[[T], Sequence[EventLog]]) -> T:
         """Return what a trace returns.
 
         Args:
             trace: Runs the model on fake tensors; called again for a bound.
             logs_of: Returns the logs of what `trace` returned.
-            question: What the trace answers; None if it is not recorded.
 
         Raises:
             PlanError: The trace failed, or no upper bound can be proved.
         """
-        recording = self.recording if question is not None and not self.bound else None
-        if recording is None or question is None:
-            return self._run(trace, logs_of)
-        kernels = self._device if self._device == CPU else kernels_of(self._device)
-        key = recording.key_of((kernels, _computed_by(question.spec), question.asked))
-        if (data := recording.find(key)) is not None:
-            return question.from_json(data)
-        found = self._run(trace, logs_of)
-        if not self.bound:
-            recording.keep(key, question.to_json(found))
-        return found
-
-    def _run(self, trace: Callable[[], T], logs_of: Callable[[T], Sequence[EventLog]]) -> T:
         if self._problem is None:
             try:
                 return trace()

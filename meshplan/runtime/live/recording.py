@@ -67,14 +67,6 @@ class Recording:
                 models.put(name, data)
         return cls(identity, DiskCache.of_user(_SUFFIX, _MOST_TRACES))
 
-    def key_of(self, question: Any) -> str:
-        """Return the key of a trace.
-
-        Args:
-            question: All that the trace depends on besides the model.
-        """
-        return _hash(repr(canonical(question)))
-
     def find(self, key: str) -> Any:
         """Return a trace as JSON values; None if it was not recorded."""
         if key not in self.traces and self._kept is not None:
@@ -94,6 +86,15 @@ class Recording:
         content = {"identity": asdict(self.identity), "traces": self.traces}
         head = {"format": FORMAT, "version": VERSION, "sha256": _hash(_dumped(content).decode())}
         write_bytes(path, _dumped({**head, **content}) + b"\n", "the recording")
+
+
+def key_of(asked: Any) -> str:
+    """Return the key of a trace, or a part of it.
+
+    Args:
+        asked: All that the trace depends on besides the model.
+    """
+    return _hash(repr(canonical(asked)))
 
 
 def load(path: Path) -> tuple[ModelIdentity, int]:
@@ -120,7 +121,7 @@ def load(path: Path) -> tuple[ModelIdentity, int]:
     recording = Recording(identity, kept)
     for trace in traces.values():
         try:
-            trace_from_json(trace) if isinstance(trace, dict) else [*map(costs_from_json, trace)]
+            costs_from_json(trace) if "trace" in trace else trace_from_json(trace)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError):
             raise SpecError(
                 Problem("a trace of the recording is malformed", origin, REMAKE)

@@ -8,7 +8,7 @@ recomputed, but not on the cuts between other stages nor on the data axes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -97,11 +97,16 @@ class StageTraces:
         """Return the trace of the first microbatches of a rank."""
         key, place = _key(plan, rank), plan.mesh.index(rank, ("pp",))
         if key not in self._traces:
-            run = partial(self._traced, plan, rank, loop_of)
-            run = partial(in_words, run, self._model, self._origin)
-            question = Question(plan.spec, ("stages", key), trace_to_json, trace_from_json)
+            traced = partial(self._traced, plan, rank, loop_of)
+
+            def run(_: Sequence[int]) -> list[MicrobatchTrace]:
+                return [in_words(traced, self._model, self._origin)]
+
+            question = Question.of(plan.spec, "stages", trace_to_json, trace_from_json)
             try:
-                self._traces[key] = self._bounded.run(run, lambda trace: [trace.log], question)
+                (self._traces[key],) = self._bounded.recorded(
+                    question, [key], run, lambda trace: trace.log
+                )
             except PlanError as error:
                 self._traces[key] = StageError(error.problems, place)
         found = self._traces[key]
@@ -134,7 +139,7 @@ def _key(plan: Plan, rank: int) -> Hashable:
         own = restrict(plan, stage).assignment
         parts += (
             tuple(fqn for fqn, at in stages.units if at == stage),
-            tuple(sorted(own.recompute)),
+            frozenset(own.recompute),
             tuple(
                 (fqn, p.compute_dtype, len(stages.tensors[fqn])) for fqn, p in own.tensors.items()
             ),

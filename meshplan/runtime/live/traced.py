@@ -216,8 +216,13 @@ class TracedModel:
                 origin=self._origin,
                 report=self._report,
                 bounded=self._bounded,
+                expects_unlike=self._expects_unlike,
             )
         return self._traces[choices]
+
+    def _expects_unlike(self) -> bool:
+        """Return True if traces that were made ran other operators on one sample than on two."""
+        return any(each.is_traced and each.is_single_unlike for each in self._traces.values())
 
     def memory(self, plan: Plan, stop_above_bytes: float = float("inf")) -> MemoryEstimate:
         """Estimate every rank's memory, never below what the plan needs.
