@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Unpack
 from meshplan.api.in_force import WITHOUT_MODEL, find_model, spec_in_force
 from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
 from meshplan.errors import MeshplanError, Origin, PlanError, Problem, SpecError, UnstatedError
-from meshplan.model.blueprint import OtherModelError
 from meshplan.plan.verdict import CheckResult
 from meshplan.spec.spec import Spec
 from meshplan.spec.trust import UntrustedError, check_code
@@ -198,11 +197,14 @@ def _tried(checked: CheckResult, source: Source) -> CheckResult:
         check_adafactor(decided)
     except PlanError as error:
         return replace(checked, plan=None, problems=tuple(error.problems))
-    if (entry := source.entry(decided.spec)) is None:
+    if not source.is_built(decided.spec):
         return checked
-    from meshplan.runtime.estimate.tried import try_entry  # torch
+    from meshplan.runtime.estimate.scale_down import model_source_of  # torch
+    from meshplan.runtime.estimate.tried import try_source
 
-    problem, untried = try_entry(*entry, decided)
+    problem, untried = try_source(
+        model_source_of(decided.spec, source.model, source.config), decided
+    )
     if problem is not None:
         return replace(checked, plan=None, problems=(problem,))
     notes = (f"the forward under the plan was not checked: {untried}",) if untried else ()
@@ -325,12 +327,7 @@ def verify_plan(
     for note in notes:
         report(note)
     builder = model_source_of(spec, source.model, source.config)
-    try:
-        problems = check_plan(source).problems
-    except OtherModelError as error:
-        problems = ()
-        report(f"the plan was not checked on the full-size model: {error.problems[0].what}")
-    if problems:
+    if problems := check_plan(source).problems:
         # A dim of the scaled-down model may divide evenly although the full-size one does not.
         return refused(problems)
     for code, origin in spec.applied_code:
@@ -375,8 +372,11 @@ def estimate_memory(
     notes = (*by, *notes)
     names_config = source.config is not None or (spec.model is not None and spec.model.config)
     is_config = source.model is None and names_config
+    is_built = source.is_built(spec)
+    if is_config and is_built and not trace:
+        report("meshplan knows no such config, so transformers builds the model, which is traced")
     began = time.monotonic()
-    if is_config and not trace and tier in (None, 1):
+    if is_config and not is_built and not trace and tier in (None, 1):
         from meshplan.memory.analytic.estimate import estimate_analytic
         from meshplan.plan.plan import make_plan
 
@@ -391,7 +391,7 @@ def estimate_memory(
             )  # fmt: skip
         except UnstatedError:
             raise
-        except (PlanError, OtherModelError) as error:
+        except PlanError as error:
             if graph is not None and planned is None and rehearse is None:
                 raise  # `make_plan` refused the model's modules, which are the same in a trace.
             why = error.problems[0].what

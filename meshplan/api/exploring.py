@@ -74,8 +74,8 @@ def _start(plan: PlanSource | Spec | Plan, source: Source) -> tuple[Plan, Rehear
             raise SpecError(Problem(what, Origin("model"), "leave model and config out"))
         return plan, None
     spec = plan if isinstance(plan, Spec) else source.spec
-    entry = source.entry(spec)
-    if entry is not None and not spec.free_fields:
+    is_built = source.is_built(spec)
+    if is_built and not spec.free_fields:
         graph, _, rehearse = find_model(spec, source)
         assert graph is not None
         if not isinstance(plan, Spec):
@@ -83,7 +83,7 @@ def _start(plan: PlanSource | Spec | Plan, source: Source) -> tuple[Plan, Rehear
                 source, spec, (graph, rehearse), noted=lambda text: None
             )
         return make_plan(spec, graph, rehearse=rehearse), rehearse
-    number = counted_plan(spec) if entry is None and source.config is None else None
+    number = counted_plan(spec) if not is_built and source.config is None else None
     if number is not None:
         return number, None
     if not isinstance(plan, Spec):

@@ -16,7 +16,7 @@ from meshplan.model.blueprint import from_config
 from meshplan.model.graph import ModelGraph
 from meshplan.model.rehearsal import Rehearser
 from meshplan.spec.spec import Spec
-from meshplan.textbook.inputs import graph_of, questions
+from meshplan.textbook.inputs import config_of, graph_of, questions
 
 if TYPE_CHECKING:
     from meshplan.plan.plan import Plan
@@ -38,8 +38,8 @@ def find_model(
 
     Returns:
         (graph, notes for the reader, rehearse). `graph` is None if no model is named. `rehearse` is
-        the argument of `make_plan` that runs a model on local shapes; None unless the model is a
-        Python function.
+        the argument of `make_plan` that runs a model on local shapes; None unless the model itself
+        is built (`Source.is_built`).
 
     Raises:
         SpecError: The caller names a function and a config, or the model cannot be read.
@@ -55,6 +55,12 @@ def find_model(
         from meshplan.runtime.live.named_model import live_graph  # torch
 
         live, rehearse = live_graph(*entry, spec)
+        return live, tuple(notes), rehearse
+    if source.is_built(spec):
+        from meshplan.runtime.live.named_model import live_graph_of_config  # torch
+
+        live, rehearse = live_graph_of_config(config, spec)
+        notes.append(f"{live.name} is built by transformers: meshplan knows no such config")
         return live, tuple(notes), rehearse
     if config is not None or (stated is not None and stated.config is not None):
         graph = graph_of(spec) if config is None else from_config(config, Origin("--config"))
@@ -126,11 +132,12 @@ def spec_in_force(
         from meshplan.runtime.live.planned import request_of_entry  # torch
 
         return request_of_entry(
-            source.plan, source.overrides, source.model, profile=profile, report=report
-        )
+            source.plan, source.overrides, source.model, source.config, profile=profile,
+            report=report,
+        )  # fmt: skip
 
-    is_live = source.model is not None or (spec.model is not None and spec.model.entry is not None)
-    path = None if is_live else request.config_of(spec, source.config)[0]
+    is_live = source.is_built(spec)
+    path = None if is_live else config_of(spec, source.config)[0]
     load = request.loading(source.plan, source.overrides)
     stated = complete.complete_spec(
         source.plan, load, found[0], report, ask if is_live else None, path, lock, noted=noted

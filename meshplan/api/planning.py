@@ -143,11 +143,7 @@ def _request(source: Source, report: Callable[[str], None]) -> PlanRequest:
     """Build the planner's request from the model's config, or by running the model's function."""
     if why := unlike(installed()):
         report(why)
-    stated = source.spec.model
-    is_live = source.model is not None or (
-        source.config is None and stated is not None and stated.entry
-    )
-    if not is_live:
+    if not source.is_built(source.spec):
         request = request_of_file(
             source.plan, source.overrides, source.config, source.gpu, source.memory, source.profile
         )
@@ -276,9 +272,9 @@ def explain_module(
         return traced.priced(plan.spec).chain
 
     profile = profile if profile is not None else profile_of_lock(plan.spec.source, plan.spec)
-    has_code = source is not None and source.entry(plan.spec) is not None
+    is_built = source is not None and source.is_built(plan.spec)
     return module.explain_module(
-        plan, name, profile=profile, chain_of=chain_of if has_code else None
+        plan, name, profile=profile, chain_of=chain_of if is_built else None
     )
 
 

@@ -122,7 +122,7 @@ class _ReportBuilder:
         nothing is `auto`: the report is then about the plan's own mesh.
         """
         spec = self._spec
-        if spec.free_fields or spec.mesh is not None or self._source.entry(spec) is None:
+        if spec.free_fields or spec.mesh is not None or not self._source.is_built(spec):
             return self._source
         sizes = {axis.name: axis.size for axis in resolve_mesh(spec)[0]}
         return self._source.with_overrides([f"mesh={json.dumps(sizes)}"])

@@ -134,6 +134,23 @@ def read_sizing(
     )
 
 
+def config_of(spec: Spec, config: str | Path | None = None) -> tuple[str | Path | None, Origin]:
+    """Return the config of a plan's model, and the plan line or flag that names it.
+
+    Args:
+        spec: The spec of the plan file.
+        config: A config that takes precedence over the plan's; None for none.
+
+    Returns:
+        The path of the config and its origin. The path is None if neither the plan nor the
+        argument names a config.
+    """
+    if config is None and spec.model is not None and spec.model.config is not None:
+        file = config_file(spec.model.config, Path(spec.source).parent)
+        return file, spec.origin("model.config")
+    return config, Origin("--config")
+
+
 def graph_of(spec: Spec) -> ModelGraph | None:
     """Return the model that a plan states; None if it states no model, or one that needs torch.
 
@@ -143,10 +160,8 @@ def graph_of(spec: Spec) -> ModelGraph | None:
         return None
     if spec.model.params is not None:
         return from_params(spec.model.params)
-    if spec.model.config is not None:
-        path = config_file(spec.model.config, Path(spec.source).parent)
-        return from_config(path, spec.origin("model.config"))
-    return None
+    path, origin = config_of(spec)
+    return from_config(path, origin) if path is not None else None
 
 
 def _facts_of_flags(

@@ -28,10 +28,6 @@ from meshplan.model.flow import Flow
 from meshplan.model.graph import ModelGraph, ModuleInfo, TensorInfo
 
 
-class OtherModelError(SpecError):
-    """The config of a model that this package cannot build: another family, or another head."""
-
-
 def from_params(num_params: int) -> ModelGraph:
     """Return a graph with one tensor of this many elements, for a model of which nothing is known.
 
@@ -98,34 +94,49 @@ def with_blocks(
     return {**content, family.mixes_dense: 1, "mlp_only_layers": places}
 
 
-def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGraph:
-    """Return the graph of the model that a config's content describes.
+def other_model(config: Mapping[str, Any], file: str = "<config>") -> Problem | None:
+    """Return why this package cannot build the model of a config; None if it can.
 
-    Raises:
-        OtherModelError: The model has a family or a head that this package cannot build.
-        SpecError: The config is wrong; the error carries every problem found.
+    The model then has another family, or another head than a causal language model's.
     """
     supported = sorted([*FAMILIES, "gpt2"])
     otherwise = (
-        "for any other model, give the model itself (model: {entry: PKG.MOD:FN} in the plan, with "
-        "torch), or its number of parameters (--params)"
+        "for any other model, install torch and transformers, which then build it, or give the "
+        "model itself (model: {entry: PKG.MOD:FN} in the plan), or its number of parameters "
+        "(--params)"
     )
     model_type = config.get("model_type")
     if model_type not in supported:
         missing = "the key is missing"
         what = missing if model_type is None else f"model_type {model_type!r} is not supported"
         fix = f"supported are {', '.join(supported)}; {otherwise}"
-        raise OtherModelError(Problem(what, Origin(file, "model_type"), fix))
-    family = FAMILIES.get(model_type)
-    causal_lm = f"{family.prefix}ForCausalLM" if family else "GPT2LMHeadModel"
-    facts = Facts(config, family.defaults if family else GPT2_DEFAULTS, file)
+        return Problem(what, Origin(file, "model_type"), fix)
     stated = config.get("architectures")
-    if stated and stated != [causal_lm]:
-        what, fix = (
-            f"{stated} is not {causal_lm}",
-            f"only {causal_lm} is supported for {model_type}; {otherwise}",
-        )
-        raise OtherModelError(Problem(what, Origin(file, "architectures"), fix))
+    if stated and stated != [_causal_lm(model_type)]:
+        what = f"{stated} is not {_causal_lm(model_type)}"
+        fix = f"only {_causal_lm(model_type)} is supported for {model_type}; {otherwise}"
+        return Problem(what, Origin(file, "architectures"), fix)
+    return None
+
+
+def _causal_lm(model_type: str) -> str:
+    family = FAMILIES.get(model_type)
+    return f"{family.prefix}ForCausalLM" if family else "GPT2LMHeadModel"
+
+
+def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGraph:
+    """Return the graph of the model that a config's content describes.
+
+    Raises:
+        SpecError: The model has a family or a head that this package cannot build, or the config is
+            wrong; the error carries every problem found.
+    """
+    if (problem := other_model(config, file)) is not None:
+        raise SpecError(problem)
+    model_type = config["model_type"]
+    family = FAMILIES.get(model_type)
+    facts = Facts(config, family.defaults if family else GPT2_DEFAULTS, file)
+    causal_lm = _causal_lm(model_type)
     build = GraphBuilder(f"transformers.models.{model_type}.modeling_{model_type}")
     build.module("", causal_lm)
     if family:

@@ -18,9 +18,9 @@ from meshplan.planner.lock.lock import (
 )
 from meshplan.planner.objectives.answer import answer
 from meshplan.planner.problem.decision import PlanRequest
-from meshplan.planner.problem.request import Load, config_of, loading, request_of, with_shorter
+from meshplan.planner.problem.request import Load, loading, request_of, with_shorter
 from meshplan.spec.spec import Spec
-from meshplan.textbook.inputs import graph_of
+from meshplan.textbook.inputs import config_of, graph_of
 
 
 def complete_spec(

@@ -21,14 +21,13 @@ from meshplan.layout.hardware import (
     usual_link,
 )
 from meshplan.model.blueprint import from_config
-from meshplan.model.blueprint.config import config_file
 from meshplan.model.graph import ModelGraph
 from meshplan.planner.problem.decision import PlanRequest
 from meshplan.planner.space.batch import check_batch
 from meshplan.spec.keys import OBJECTIVE, TIME_LIMIT_S
 from meshplan.spec.reader import load_spec
 from meshplan.spec.spec import HardwareSpec, Spec
-from meshplan.textbook.inputs import read_limit
+from meshplan.textbook.inputs import config_of, read_limit
 
 _FEW: Final = 4
 """Number of leading blocks that the shortened model keeps, besides one of each further kind."""
@@ -81,23 +80,6 @@ def request_of_file(
     assert path is not None
     request = request_of(load, graph, gpu, memory, Path(profile) if profile is not None else None)
     return with_shorter(request, path, origin)
-
-
-def config_of(spec: Spec, config: str | Path | None = None) -> tuple[str | Path | None, Origin]:
-    """Return the config of a plan's model, and the plan line or flag that names it.
-
-    Args:
-        spec: The spec of the plan file.
-        config: A config that takes precedence over the plan's; None for none.
-
-    Returns:
-        The path of the config and its origin. The path is None if neither the plan nor the
-        argument names a config.
-    """
-    if config is None and spec.model is not None and spec.model.config is not None:
-        file = config_file(spec.model.config, Path(spec.source).parent)
-        return file, spec.origin("model.config")
-    return config, Origin("--config")
 
 
 def with_shorter(request: PlanRequest, config: str | Path, origin: Origin) -> PlanRequest:

@@ -24,10 +24,11 @@ from meshplan.runtime.apply.parameters.materialize import InitialValues
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import apply_plan
 from meshplan.runtime.base.batch import mapped
+from meshplan.runtime.estimate.request import built_without_memory
+from meshplan.runtime.estimate.scale_down import ModelSource
 from meshplan.runtime.fake_step.step import fake_rank, fake_single_rank
 from meshplan.runtime.torch_private.fakes import untraceable
 from meshplan.runtime.trace.constants import MOST_NUMBERS
-from meshplan.runtime.trace.entry import model_of_entry
 from meshplan.runtime.trace.sample import TOKENS, call, sample_inputs
 from meshplan.runtime.trace.trace_errors import (
     STATE_INPUT,
@@ -43,12 +44,11 @@ _SAMPLES = 2
 errors."""
 
 
-def try_entry(entry: str, origin: Origin, plan: Plan) -> tuple[Problem | None, str]:
-    """Build a model by its entry and run `try_forward` on it.
+def try_source(source: ModelSource, plan: Plan) -> tuple[Problem | None, str]:
+    """Build a model and run `try_forward` on it.
 
     Args:
-        entry: "pkg.mod:function" that builds the model.
-        origin: Place where the user named the entry.
+        source: The source of the model.
         plan: A plan decided for the model.
 
     Returns:
@@ -56,7 +56,7 @@ def try_entry(entry: str, origin: Origin, plan: Plan) -> tuple[Problem | None, s
     """
     if dist.is_initialized():
         return None, "torch.distributed is already initialized in this process"
-    return try_forward(model_of_entry(entry, origin), plan, origin)
+    return try_forward(built_without_memory(source), plan, source.origin)
 
 
 def try_forward(model: nn.Module, plan: Plan, origin: Origin | None) -> tuple[Problem | None, str]:

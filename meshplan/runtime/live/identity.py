@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -28,12 +29,14 @@ from meshplan.errors import Origin, Problem
 from meshplan.model.flow import Flow
 from meshplan.model.graph import ModelGraph
 from meshplan.runtime.base.module_state import hooks_of, own_attributes
+from meshplan.runtime.live.matches_config import OF_NO_STEP
 from meshplan.shown import whole_repr
 from meshplan.version import __version__
 
 _DEPTH: Final = 5
 """Levels of nesting to which attributes are compared."""
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+_REF: Final = re.compile(r"Ref\(value=(\d+)\)")
 _PACKAGE: Final = Path(__file__).parents[2]
 
 
@@ -103,6 +106,7 @@ def identity_of(model: nn.Module, graph: ModelGraph, flow: Flow, entry: str = ""
         (fqn, name, _spelled(value, _DEPTH))
         for fqn, module in model.named_modules()
         for name, value in sorted(own_attributes(module).items())
+        if name not in OF_NO_STEP
     ]
     hooks = [
         _spelled(list(each.values()), 1) for module in model.modules() for each in hooks_of(module)
@@ -120,7 +124,7 @@ def identity_of(model: nn.Module, graph: ModelGraph, flow: Flow, entry: str = ""
         modules=_hashed(repr([f"{kind.__module__}.{kind.__qualname__}" for kind in classes])
                         + repr(canonical((graph, graph.notes)))),
         attributes=_hashed(repr((attributes, hooks, modes))),
-        forward=_hashed(whole_repr(flow)),
+        forward=_hashed(_spelled_flow(flow)),
     )  # fmt: skip
 
 
@@ -235,7 +239,21 @@ def _spelled(value: Any, depth: int) -> Any:
     if isinstance(value, set | frozenset):
         return name, sorted(repr(_spelled(each, depth - 1)) for each in value)
     own = getattr(value, "__dict__", {})
-    return name, [(key, _spelled(each, depth - 1)) for key, each in sorted(own.items())]
+    kept = ((key, each) for key, each in sorted(own.items()) if key not in OF_NO_STEP)
+    return name, [(key, _spelled(each, depth - 1)) for key, each in kept]
+
+
+def _spelled_flow(flow: Flow) -> str:
+    """Return a recorded forward as text, with parameters and buffers by name.
+
+    Their ids follow the order in which they were registered, and some models register buffers in
+    the order of a set, which is another one in each process.
+    """
+    names = {each.id: each.name for each in flow.values if each.name}
+    held = sorted(whole_repr(replace(each, id=-1)) for each in flow.values if each.name)
+    others = [each for each in flow.values if not each.name]
+    text = whole_repr((others, flow.ops, flow.calls, flow.changes))
+    return repr(held) + _REF.sub(lambda ref: names.get(int(ref[1]), ref[0]), text)
 
 
 def _hashed(text: str) -> str:

@@ -31,7 +31,7 @@ _ATTENTION: Final = "sdpa"
 _EXPERTS: Final = "grouped_mm"
 """Implementations of attention and experts that analytic estimates assume, by the names that
 transformers gives them."""
-_OF_NO_STEP: Final = frozenset({"_is_hf_initialized", "generation_config", "name_or_path"})
+OF_NO_STEP: Final = frozenset({"_is_hf_initialized", "generation_config", "name_or_path"})
 """Attributes that record the origin of a transformers model; no training step reads them."""
 
 
@@ -109,7 +109,7 @@ def _difference(model: nn.Module, graph: ModelGraph, config_graph: ModelGraph) -
             rebuilt = type(model)(model.config)
         except Exception as error:  # A class of the user may take any arguments.
             return f"it cannot be built from its config alone: {type(error).__name__}"
-    if not is_alike(model, rebuilt, but=_OF_NO_STEP):
+    if not is_alike(model, rebuilt, but=OF_NO_STEP):
         return "it was changed after it was built from its config, or a module is in eval mode"
     for module in model.modules():
         if not _runs_its_own(type(module)):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from torch import nn
+
 from meshplan.errors import Origin
 from meshplan.model.graph import ModelGraph
 from meshplan.model.rehearsal import Rehearser
@@ -26,7 +30,30 @@ def live_graph(entry: str, origin: Origin, spec: Spec) -> tuple[ModelGraph, Rehe
         SpecError: The model cannot be built.
         PlanError: No input of the model is stated, or its forward fails on the stated input.
     """
-    model = model_of_entry(entry, origin)
+    return _recorded(model_of_entry(entry, origin), spec, origin)
+
+
+def live_graph_of_config(
+    config: str | Path | None, spec: Spec
+) -> tuple[ModelGraph, Rehearser | None]:
+    """Build the model of a config with transformers, and return (graph, rehearse) of `live_graph`.
+
+    Args:
+        config: A Hugging Face config.json, or its folder; None for the one that the plan names.
+        spec: The plan.
+
+    Raises:
+        SpecError: The model cannot be built.
+        PlanError: No input of the model is stated, or its forward fails on the stated input.
+    """
+    from meshplan.runtime.estimate.request import built_without_memory
+    from meshplan.runtime.estimate.scale_down import model_source_of
+
+    source = model_source_of(spec, None, config)
+    return _recorded(built_without_memory(source), spec, source.origin)
+
+
+def _recorded(model: nn.Module, spec: Spec, origin: Origin) -> tuple[ModelGraph, Rehearser | None]:
     if not spec.reads_flow:
         return graph_of(model), None
     # Most plans read no forward. These modules load DTensor, which takes as long as half of torch.

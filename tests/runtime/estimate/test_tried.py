@@ -120,7 +120,7 @@ def test_a_forward_that_runs_is_ok_without_a_word(mesh):
 
 
 def test_deciding_for_another_verb_runs_no_forward(monkeypatch):
-    monkeypatch.setattr(tried, "try_entry", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(tried, "try_source", lambda *_: pytest.fail("it ran"))
     stated = plan("fused", rules=FUSED)
     assert checking.decide(stated, model=stated["model"]["entry"]).mesh.size("tp") == 2
     with pytest.raises(PlanError):
