@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from meshplan.api.in_force import WITHOUT_MODEL, find_model, spec_in_force
+from meshplan.api.in_force import WITHOUT_MODEL, find_model, is_built, spec_in_force
 from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
 from meshplan.errors import MeshplanError, Origin, PlanError, Problem, SpecError, UnstatedError
 from meshplan.plan.verdict import CheckResult
@@ -197,7 +197,7 @@ def _tried(checked: CheckResult, source: Source) -> CheckResult:
         check_adafactor(decided)
     except PlanError as error:
         return replace(checked, plan=None, problems=tuple(error.problems))
-    if not source.is_built(decided.spec):
+    if not is_built(source, decided.spec):
         return checked
     from meshplan.runtime.estimate.scale_down import model_source_of  # torch
     from meshplan.runtime.estimate.tried import try_source
@@ -372,11 +372,11 @@ def estimate_memory(
     notes = (*by, *notes)
     names_config = source.config is not None or (spec.model is not None and spec.model.config)
     is_config = source.model is None and names_config
-    is_built = source.is_built(spec)
-    if is_config and is_built and not trace:
+    has_model = is_built(source, spec)
+    if is_config and has_model and not trace:
         report("meshplan knows no such config, so transformers builds the model, which is traced")
     began = time.monotonic()
-    if is_config and not is_built and not trace and tier in (None, 1):
+    if is_config and not has_model and not trace and tier in (None, 1):
         from meshplan.memory.analytic.estimate import estimate_analytic
         from meshplan.plan.plan import make_plan
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, Final, Unpack
 
 from meshplan.api import checking
-from meshplan.api.in_force import find_model, spec_in_force
+from meshplan.api.in_force import find_model, is_built, spec_in_force
 from meshplan.api.source import PlanSource, Source, SourceArguments
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.model.blueprint import from_config
@@ -74,8 +74,8 @@ def _start(plan: PlanSource | Spec | Plan, source: Source) -> tuple[Plan, Rehear
             raise SpecError(Problem(what, Origin("model"), "leave model and config out"))
         return plan, None
     spec = plan if isinstance(plan, Spec) else source.spec
-    is_built = source.is_built(spec)
-    if is_built and not spec.free_fields:
+    has_model = is_built(source, spec)
+    if has_model and not spec.free_fields:
         graph, _, rehearse = find_model(spec, source)
         assert graph is not None
         if not isinstance(plan, Spec):
@@ -83,7 +83,7 @@ def _start(plan: PlanSource | Spec | Plan, source: Source) -> tuple[Plan, Rehear
                 source, spec, (graph, rehearse), noted=lambda text: None
             )
         return make_plan(spec, graph, rehearse=rehearse), rehearse
-    number = counted_plan(spec) if not is_built and source.config is None else None
+    number = counted_plan(spec) if not has_model and source.config is None else None
     if number is not None:
         return number, None
     if not isinstance(plan, Spec):

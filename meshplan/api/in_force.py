@@ -7,12 +7,14 @@ imported only if a field is open or there is a lock.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshplan.api.source import Source
-from meshplan.errors import Origin
-from meshplan.model.blueprint import from_config
+from meshplan.errors import Origin, SpecError
+from meshplan.model.blueprint import from_config, other_model
+from meshplan.model.blueprint.config import config_file, read_json
 from meshplan.model.graph import ModelGraph
 from meshplan.model.rehearsal import Rehearser
 from meshplan.spec.spec import Spec
@@ -27,6 +29,28 @@ Found = tuple[ModelGraph, Rehearser | None]
 WITHOUT_MODEL = "rules, heads and shapes were not checked"
 
 
+def is_built(source: Source, spec: Spec) -> bool:
+    """Return True if the model itself is built, with torch, to answer questions about it.
+
+    A function of the user builds it, or transformers does, from a config of a family that meshplan
+    does not know.
+
+    Args:
+        source: The plan and its model.
+        spec: The plan as it is read; its model counts if the caller names none.
+    """
+    if source.entry(spec) is not None:
+        return True
+    path, origin = config_of(spec, source.config)
+    if path is None or not all(map(find_spec, ("torch", "transformers"))):
+        return False
+    try:
+        file = config_file(path)
+        return other_model(read_json(file, origin), str(file)) is not None
+    except SpecError:  # Told by what reads the config for its answer.
+        return False
+
+
 def find_model(
     spec: Spec, source: Source
 ) -> tuple[ModelGraph | None, tuple[str, ...], Rehearser | None]:
@@ -39,7 +63,7 @@ def find_model(
     Returns:
         (graph, notes for the reader, rehearse). `graph` is None if no model is named. `rehearse` is
         the argument of `make_plan` that runs a model on local shapes; None unless the model itself
-        is built (`Source.is_built`).
+        is built (`is_built`).
 
     Raises:
         SpecError: The caller names a function and a config, or the model cannot be read.
@@ -56,7 +80,7 @@ def find_model(
 
         live, rehearse = live_graph(*entry, spec)
         return live, tuple(notes), rehearse
-    if source.is_built(spec):
+    if is_built(source, spec):
         from meshplan.runtime.live.named_model import live_graph_of_config  # torch
 
         live, rehearse = live_graph_of_config(config, spec)
@@ -136,7 +160,7 @@ def spec_in_force(
             report=report,
         )  # fmt: skip
 
-    is_live = source.is_built(spec)
+    is_live = is_built(source, spec)
     path = None if is_live else config_of(spec, source.config)[0]
     load = request.loading(source.plan, source.overrides)
     stated = complete.complete_spec(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from meshplan.api import checking
+from meshplan.api.in_force import is_built
 from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
 from meshplan.cost.calibration import profile_from, read_profile, write_profile
 from meshplan.errors import MeshplanError, Origin, PlanError, Problem, SpecError
@@ -143,7 +144,7 @@ def _request(source: Source, report: Callable[[str], None]) -> PlanRequest:
     """Build the planner's request from the model's config, or by running the model's function."""
     if why := unlike(installed()):
         report(why)
-    if not source.is_built(source.spec):
+    if not is_built(source, source.spec):
         request = request_of_file(
             source.plan, source.overrides, source.config, source.gpu, source.memory, source.profile
         )
@@ -272,9 +273,9 @@ def explain_module(
         return traced.priced(plan.spec).chain
 
     profile = profile if profile is not None else profile_of_lock(plan.spec.source, plan.spec)
-    is_built = source is not None and source.is_built(plan.spec)
+    has_model = source is not None and is_built(source, plan.spec)
     return module.explain_module(
-        plan, name, profile=profile, chain_of=chain_of if is_built else None
+        plan, name, profile=profile, chain_of=chain_of if has_model else None
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Unpack
 
 from meshplan.api import checking, planning
-from meshplan.api.in_force import plan_of_spec
+from meshplan.api.in_force import is_built, plan_of_spec
 from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
 from meshplan.errors import MeshplanError, PlanError, SpecError
 from meshplan.memory.answer.estimate import MemoryEstimate
@@ -122,7 +122,7 @@ class _ReportBuilder:
         nothing is `auto`: the report is then about the plan's own mesh.
         """
         spec = self._spec
-        if spec.free_fields or spec.mesh is not None or not self._source.is_built(spec):
+        if spec.free_fields or spec.mesh is not None or not is_built(self._source, spec):
             return self._source
         sizes = {axis.name: axis.size for axis in resolve_mesh(spec)[0]}
         return self._source.with_overrides([f"mesh={json.dumps(sizes)}"])

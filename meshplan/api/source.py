@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -84,30 +83,6 @@ class Source:
         if self.config is None and spec.model is not None and spec.model.entry is not None:
             return spec.model.entry, spec.origin("model.entry")
         return None
-
-    def is_built(self, spec: Spec) -> bool:
-        """Return True if the model itself is built, with torch, to answer questions about it.
-
-        A function of the user builds it, or transformers does, from a config of a family that
-        meshplan does not know.
-
-        Args:
-            spec: The plan as it is read; its model counts if the caller names none.
-        """
-        if self.entry(spec) is not None:
-            return True
-        from meshplan.model.blueprint import other_model
-        from meshplan.model.blueprint.config import config_file, read_json
-        from meshplan.textbook.inputs import config_of
-
-        path, origin = config_of(spec, self.config)
-        if path is None or not all(map(find_spec, ("torch", "transformers"))):
-            return False
-        try:
-            file = config_file(path)
-            return other_model(read_json(file, origin), str(file)) is not None
-        except SpecError:  # Told by what reads the config for its answer.
-            return False
 
     def with_overrides(self, statements: Sequence[str]) -> Source:
         """Return a copy with these `KEY=VALUE` statements after the overrides."""

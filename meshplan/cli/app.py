@@ -17,7 +17,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
 from meshplan.api import checking
-from meshplan.cli import configs, diff, draw, launching, planning, report, starting, state, trust
+from meshplan.cli import configs, diff, draw, launching, planning, starting, state, trust
 from meshplan.cli.common import (
     COULD_NOT,
     INTERRUPTED,
@@ -291,7 +291,6 @@ VERBS: tuple[Verb, ...] = (
     *planning.VERBS,
     *diff.VERBS,
     *draw.VERBS,
-    *report.VERBS,
     trust.VERB,
     Verb("verify", "compare a scaled-down plan with one process", _verify_flags, _verify),
     *launching.VERBS,

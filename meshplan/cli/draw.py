@@ -1,4 +1,4 @@
-"""`meshplan show` and `meshplan draw`: a plan as text, and as a picture."""
+"""`meshplan show`, `draw` and `report`: a plan as text, as a picture, and as a page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from meshplan.api import checking
 from meshplan.api.source import Source
 from meshplan.cli.common import (
+    NO,
     YES,
     Verb,
     answer,
@@ -238,7 +239,52 @@ def _analytic_estimate(plan: Plan, args: argparse.Namespace) -> MemoryEstimate |
         return None
 
 
+def _report_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", metavar="FILE", help="file of the page: report.html")
+    for add in (model_flags, machine_flags, profile_flag):
+        add(parser)
+    parser.add_argument(
+        "--why-not",
+        metavar="SETTING",
+        action="append",
+        default=[],
+        help="also explain why a setting is not chosen: mesh.tp=8, or mesh.tp for each value",
+    )
+
+
+def _report(args: argparse.Namespace) -> int:
+    from meshplan.api.reporting import make_report
+    from meshplan.pictures.base.types import import_matplotlib
+    from meshplan.report.main import check_target
+
+    source = source_of(args)
+    if args.output is None:
+        raise SpecError(Problem("no file is named for the report", None, "add -o report.html"))
+    check_target(Path(args.output))
+    import_matplotlib()
+    report = make_report(source, why_not=args.why_not, report=noting(args))
+    saved = report.save(args.output)
+    if args.json:
+        result = {
+            "verdict": report.verdict,
+            "fits": report.fits,
+            "file": str(saved),
+            "pictures": list(report.shown),
+            "left_out": [{"what": what, "why": why} for what, why in report.left_out],
+        }
+        answer_json(args, "report/1", result, report.notes)
+    else:
+        answer(args, report.verdict)
+        print_notes(args, report.notes)
+        print_notes(args, [f"left out: {what}: {why}" for what, why in report.left_out])
+        print_notes(args, [f"wrote {saved}"])
+    return NO if report.fits is False else YES
+
+
 VERBS: tuple[Verb, ...] = (
     Verb("show", "print every layout of a plan, with the line that decided it", model_flags, _show),
     Verb("draw", "draw a plan: mesh, layout, memory, pipeline and more", _flags, _draw),
+    Verb(
+        "report", "write one page with the verdict, all pictures and tables", _report_flags, _report
+    ),
 )
