@@ -17,9 +17,15 @@ from typing import Any, Final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshplan.errors import ApplyError, Problem
+from meshplan.runtime.torch_private.view_writes import (
+    set_values,
+    writing_operators,
+    written_through,
+    written_whole,
+)
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -38,6 +44,10 @@ def handle_operators_of_loops() -> None:
     handlers[torch.ops.aten.mul_.Tensor] = _scaled
     handlers[torch.ops.aten.index_put_.default] = _masked
     handlers[torch.ops.aten.stack.default] = _stacked
+    for op in (torch.ops.aten.eye.out, torch.ops.aten.eye.m_out):
+        handlers[op] = _identity
+    for op in writing_operators():
+        handlers[op] = functools.partial(_written, handlers.get(op))
     # A property of the class hides that of torch.Tensor, whose setter changes nothing.
     setattr(DTensor, "data", property(torch.Tensor.data.__get__, _assign))  # noqa: B010
 
@@ -196,6 +206,19 @@ def _masked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _as_before(None, op, args, kwargs)
 
 
+def _written(known: Handler | None, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write into a tensor, also if it is a view of a sharded one, or the values are plain."""
+    if written_through(op, args, kwargs) or written_whole(op, args):
+        return args[0]
+    return _as_before(known, op, args, kwargs)
+
+
+def _identity(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write an identity matrix. DTensor makes one of the whole size in the memory of each shard."""
+    out = kwargs["out"]
+    return out.copy_(torch.eye(*args, dtype=out.dtype, device=out.device))
+
+
 def _assign(parameter: DTensor, value: torch.Tensor) -> None:
     """Copy values into a DTensor's memory, which `parameter.data = value` means.
 
@@ -213,10 +236,11 @@ def _assign(parameter: DTensor, value: torch.Tensor) -> None:
         )
         fix = "assign values of the same shape, dtype and device; precision in the plan sets dtypes"
         raise ApplyError(Problem(what, fix=fix))
-    mesh, placements = parameter.device_mesh, parameter.placements
+    placements = parameter.placements
     with torch.no_grad():
         if not isinstance(value, DTensor):
-            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-        elif value.placements != placements:
+            set_values(parameter, value)
+            return
+        if value.placements != placements:
             value = value.redistribute(placements=placements)
         parameter._local_tensor.copy_(_local(value))
