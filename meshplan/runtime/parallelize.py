@@ -191,7 +191,7 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
     ]
     problems += _class_problems(model, decided)
     problems += _state_problems(model, decided)
-    problems += _sparse_problems(model, decided)
+    problems += _embedding_problems(model, decided)
     problems += _alias_problems(model, decided)
     problems += expert_problems(model, decided)
     problems += chunked_loss_problems(model, decided)
@@ -292,18 +292,41 @@ def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             )
 
 
-def _sparse_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    """Yield a problem for each trained module whose sparse gradients an FSDP unit would reduce."""
+def _embedding_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    """Yield a problem for each trained embedding with gradients that ranks cannot put together.
+
+    Sparse gradients are neither reduced by FSDP units nor cut along tp. With `scale_grad_by_freq`,
+    gradients are divided by how often a row occurs in the whole batch.
+    """
     for fqn, module in model.named_modules():
         placed = plan.assignment.tensors.get(f"{fqn}.weight" if fqn else "weight")
-        is_reduced = placed is not None and placed.unit in plan.assignment.units
-        is_trained = placed is not None and placed.info.trainable and is_reduced
-        if is_trained and plan.assignment.wrapper == "units" and getattr(module, "sparse", False):
+        if placed is None or not placed.info.trainable:
+            continue
+        which = f"{fqn} ({type(module).__name__})"
+        if getattr(module, "sparse", False):
+            if plan.assignment.wrapper == "units" and placed.unit in plan.assignment.units:
+                yield Problem(
+                    f"{which} has sparse gradients, but FSDP units reduce only dense ones",
+                    plan.spec.origin("strategy"),
+                    "build it with sparse=False, or use strategy: ddp",
+                )
+            elif placed.computed.axes:
+                axis = placed.computed.axes[0]
+                yield Problem(
+                    f"{which} has sparse gradients, but its weight is sharded over {axis}, which "
+                    "takes only dense ones",
+                    plan.spec.origin(f"mesh.{axis}"),
+                    "build it with sparse=False",
+                )
+        is_cut = plan.num_parts > 1 and not plan.spec.batch.per_rank
+        if getattr(module, "scale_grad_by_freq", False) and is_cut:
             yield Problem(
-                f"{fqn} ({type(module).__name__}) has sparse gradients, but FSDP units reduce "
-                "only dense ones",
-                plan.spec.origin("strategy"),
-                "build it with sparse=False, or use strategy: ddp",
+                f"{which} has scale_grad_by_freq=True: it divides gradients by how often a row "
+                f"occurs in the batch, but ranks and microbatches see one of {plan.num_parts} "
+                "parts",
+                plan.spec.origin("batch"),
+                "build it without scale_grad_by_freq; or set batch: {per_rank: true} if each part "
+                "is meant to be independent",
             )
 
 

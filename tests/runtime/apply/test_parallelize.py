@@ -321,17 +321,35 @@ def told(norm: nn.Module) -> str:
     return "".join(str(w.message) for w in caught)
 
 
-def sparse(strategy: str) -> str:
-    model = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True), nn.Linear(4, 2))
+def refusal(options: dict[str, Any], plan: dict[str, Any]) -> str:
+    """What is said of a model with an embedding; "" if it is taken."""
+    model = nn.Sequential(nn.Embedding(8, 4, **options), nn.Linear(4, 4), nn.Linear(4, 2))
     try:
-        meshplan.parallelize(model, {"version": 1, "strategy": strategy})
+        meshplan.parallelize(model, {"version": 1, **plan})
     except meshplan.PlanError as error:
         return str(error)
     return ""
 
 
-def test_sparse_gradients_are_refused_where_units_reduce_them(pool):
-    for text in pool(2).run(sparse, "full_shard"):
+PAIR = [{"match": "1", "place": {"tp": "colwise"}}, {"match": "2", "place": {"tp": "rowwise"}}]
+WHOLE_TABLE: dict[str, Any] = {"mesh": {"tp": 2}, "rules": PAIR}
+SHARDED_TABLE = WHOLE_TABLE | {"rules": [*PAIR, {"match": "0", "place": {"tp": "vocab"}}]}
+
+
+def test_sparse_gradients_are_refused_where_ranks_take_dense_ones(pool):
+    for text in pool(2).run(refusal, {"sparse": True}, {"strategy": "full_shard"}):
         assert "has sparse gradients, but FSDP units reduce only dense ones" in text
         assert "fix: build it with sparse=False, or use strategy: ddp" in text
-    assert pool(2).run(sparse, "ddp") == ["", ""]
+    for text in pool(2).run(refusal, {"sparse": True}, SHARDED_TABLE):
+        assert "0 (Embedding) has sparse gradients, but its weight is sharded over tp" in text
+    for plan in ({"strategy": "ddp"}, WHOLE_TABLE):
+        assert pool(2).run(refusal, {"sparse": True}, plan) == ["", ""]
+
+
+def test_gradients_by_frequency_are_refused_where_the_batch_is_cut(pool):
+    options, batch = {"scale_grad_by_freq": True}, {"accumulate": 2}
+    for plan in ({"strategy": "ddp"}, WHOLE_TABLE | {"batch": batch}):
+        for text in pool(2).run(refusal, options, plan):
+            assert "ranks and microbatches see one of 2 parts" in text
+    for plan in (WHOLE_TABLE, {"strategy": "ddp", "batch": {"per_rank": True}}):
+        assert pool(2).run(refusal, options, plan) == ["", ""]
