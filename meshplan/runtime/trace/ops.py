@@ -63,8 +63,7 @@ def record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None = None) -
         if not _is_small_and_real(model, inputs):
             return _record_open(model, inputs, forms, error)
     try:
-        with torch.random.fork_rng(devices=[]):
-            return _record(model, inputs, forms, is_fake=False)
+        return _record(model, inputs, forms, is_fake=False)
     except ApplyError:
         raise
     except Exception as error:

@@ -26,6 +26,7 @@ from torch import nn
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.runtime.base.module_state import containers_kept, held_by_hooks
+from meshplan.runtime.base.random_numbers import randomness_kept
 
 _LruCache: Final = type(functools.lru_cache(lambda: None))
 _DEPTH: Final = 4
@@ -67,6 +68,9 @@ class Trace:
 def nothing_left(model: nn.Module) -> Iterator[Trace]:
     """Remove the objects that are watched in the `with` block from all caches when it ends.
 
+    Random numbers that the block drew are drawn again afterwards: a model that skips layers by
+    Python's or NumPy's numbers skips those of one process.
+
     The block runs a copy of `model`, and passes what the run makes to `Trace.watch`.
 
     Assumes: all functions of the run have returned or raised when the block ends, because a frame
@@ -83,7 +87,8 @@ def nothing_left(model: nn.Module) -> Iterator[Trace]:
     before = [(at, _copied(at)) for at in outside if _can_change(at)]
     trace = Trace(before=before, caches=caches)
     try:
-        with containers_kept(held_by_hooks(model)):  # Such as a count of calls.
+        # Hooks keep such things as a count of calls.
+        with containers_kept(held_by_hooks(model)), randomness_kept():
             yield trace
     except BaseException:
         # The traceback keeps all objects alive, so we cannot check that nothing else does.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -154,15 +153,3 @@ def _draw_from(*numbers: int) -> None:
     random.seed(int(state))
     np.random.seed(int(state))
     torch.default_generator.manual_seed(int(state))
-
-
-@contextmanager
-def randomness_kept() -> Iterator[None]:
-    """Put the random number generators of this process back as they were."""
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -66,6 +69,28 @@ class Reads(nn.Module):
 def test_record_runs_for_real_what_reads_numbers() -> None:
     flow = record(Reads(), torch.ones(2))
     assert flow.ops[-1].name == "aten.mul.Tensor"
+
+
+class Draws(nn.Module):
+    """It draws from every generator, from torch's as a number that its control flow reads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (random.random() + np.random.rand() + torch.rand(()).item())
+
+
+def test_record_draws_no_random_numbers() -> None:
+    def numbers() -> tuple[float, ...]:
+        return random.random(), np.random.rand(), float(torch.rand(()))
+
+    found = []
+    for is_recorded in (False, True):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        if is_recorded:
+            record(Draws(), torch.ones(2))
+        found.append(numbers())
+    assert found[0] == found[1]
 
 
 def test_record_tells_inputs_that_do_not_fit() -> None:
