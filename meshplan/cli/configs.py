@@ -44,7 +44,7 @@ def _import(args: argparse.Namespace) -> int:
 
     for flag, count in (("--nodes", args.nodes), ("--gpus-per-node", args.gpus_per_node)):
         if count is not None and count < 1:
-            raise SpecError(Problem(f"{count} is not a number of at least 1", Origin(flag)))
+            raise SpecError(Problem(f"the number must be at least 1, not {count}", Origin(flag)))
     if args.output is not None and not args.output.endswith((".yaml", ".yml")):
         what, stem = "a plan is YAML, and so its name ends", os.path.splitext(args.output)[0]
         raise SpecError(Problem(what, Origin(args.output), f"write -o {stem}.yaml"))

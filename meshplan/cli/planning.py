@@ -99,11 +99,11 @@ def _plan(args: argparse.Namespace) -> int:
     for words in args.what_if:
         _hardware_settings(flags.source, words, "--what-if")
     if args.retarget is not None and (args.tokens or args.days):
-        what = "--retarget plans for given nodes, but --tokens and --days search their number"
+        what = "--retarget needs a number of nodes, which --tokens and --days search"
         fix = "leave --retarget out, or --tokens and --days"
         raise SpecError(Problem(what, Origin("--retarget"), fix))
     if args.what_if and (args.tokens or args.days):
-        what = "--what-if is asked of a plan for given nodes, but --tokens and --days search them"
+        what = "--what-if needs a number of nodes, which --tokens and --days search"
         fix = "leave --what-if out, or --tokens and --days"
         raise SpecError(Problem(what, Origin("--what-if"), fix))
     if args.retarget is not None:

@@ -94,7 +94,7 @@ def loss_of(output: Any) -> Any:
 
 
 def is_loss(value: Any) -> bool:
-    """Return True if the first item of an output is a loss, and no tensor of logits."""
+    """Return True if the first item of an output is a loss, not a tensor of logits."""
     return isinstance(value, torch.Tensor) and value.ndim == 0
 
 

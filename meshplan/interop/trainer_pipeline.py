@@ -148,7 +148,7 @@ class _LastStageLoss:
         self._is_kept = self.is_own and not trainer._step.state.is_tested
         self._cut = BatchCut()
         self._beside: list[list[Any]] = []
-        """Outputs of the forwards beside, for each part."""
+        """Outputs of the extra forwards without gradients, for each part."""
         self._outputs: list[Any] = []
         self._counts: list[torch.Tensor | None] = []
         self._losses: list[torch.Tensor] = []

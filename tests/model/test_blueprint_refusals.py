@@ -20,8 +20,8 @@ def _message(config: dict[str, Any]) -> str:
 
 
 OTHERWISE = (
-    "for any other model, give the model itself (model: {entry: PKG.MOD:FN} in the plan, with "
-    "torch), or its number of parameters (--params)"
+    "for any other model, install torch and transformers, which then build it, or give the model "
+    "itself (model: {entry: PKG.MOD:FN} in the plan), or its number of parameters (--params)"
 )
 
 

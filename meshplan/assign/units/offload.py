@@ -15,7 +15,7 @@ _ACTIVATIONS = "offload.activations"
 
 
 def _stated(spec: Spec, cascade: Cascade, fqn: str, part: str) -> tuple[bool | None, str]:
-    """Return (one setting of `offload` for a module, None if not stated; its path in the plan)."""
+    """Return a module's setting for one part of `offload`, None if not stated, and its path."""
     found = cascade.inherited(fqn, f"{_FIELD}.{part}")
     if found is not None:
         return bool(found.value), found.path

@@ -106,7 +106,7 @@ class PlannedState:
     def save(self, models: Any, weights: Any, folder: str) -> None:
         """Write the state; accelerate calls this on every rank before it writes its own files."""
         path = os.path.join(folder, _STATE)
-        # `keep` keeps the highest step, so it must be this one, whoever wrote the one before.
+        # keep=1 keeps only the state of the highest step, so count on from any state that is there.
         step = max(steps_in(Path(path)), default=0) + 1
         save(
             path, self._model, self.optimizer, step=step, scheduler=self._scheduler,
@@ -178,8 +178,8 @@ def _problems(accelerator: Any, model: nn.Module, optimizer: Any) -> list[Proble
             ("loader", accelerator._dataloaders), ("scheduler", accelerator._schedulers),
         ):  # fmt: skip
             if each:
-                what = f"a {name} was passed to accelerator.prepare, which takes every rank for a "
-                what += "data rank, but ranks of the plan share their samples"
+                what = f"a {name} was passed to accelerator.prepare, which treats every rank as a "
+                what += "data rank, but under this plan some ranks share the same samples"
                 problems.append(Problem(what, fix=fix))
     if any(isinstance(each, PlannedState) for each in accelerator._custom_objects):
         what = "this Accelerator has a planned state already"

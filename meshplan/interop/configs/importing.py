@@ -296,7 +296,7 @@ class _KeyReader:
         try:
             meaning = row.values.read(data)
         except WrongFormError as error:
-            what = f"{path} is {row.values.form}, not {show(value)}"
+            what = f"{path} must be {row.values.form}, not {show(value)}"
             fix = _close(data, row.values) or f"write {error}"
             self.draft.problems.append(Problem(what, value.origin, fix))
             return

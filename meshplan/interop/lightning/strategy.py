@@ -418,7 +418,7 @@ class MeshplanStrategy(PlannedRanks, ParallelStrategy):
     ) -> None:
         """Write a checkpoint as a state of meshplan: a folder, which loads under any plan."""
         if storage_options is not None:
-            what = "storage_options were given, but a state is a folder that all ranks share"
+            what = "storage_options were given, but a checkpoint is a folder that all ranks share"
             raise ApplyError(Problem(what, fix="leave them out"))
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
         save_checkpoint(

@@ -148,7 +148,7 @@ def _until(tape: Tape, groups: Sequence[WeightGroup]) -> tuple[int, ...]:
 def _unknown(what: str) -> PlanError:
     return PlanError(
         Problem(
-            f"the estimate of a split backward from a config has no rules for {what}",
+            f"an estimate from the config cannot split the backward of {what}",
             fix="use 1F1B or Interleaved1F1B, or write model: {entry: PKG.MOD:FN} in the plan",
         )
     )

@@ -77,8 +77,10 @@ def ladder(decision: Decision) -> LadderFacts:
     """
     found = decision.ladder
     if found is None and decision.chosen is not None:
-        why = decision.rejected[0].why
-        what = f"a ladder is of a search, and only the plan as it is stated was priced: {why}"
+        what = (
+            "the ladder shows a search for the fastest plan, and this answer is of another kind: "
+        )
+        what += decision.why_priced or "the plan has another objective"
         fix = "see meshplan draw --what gantt for where the seconds of a step go"
         raise PlanError(Problem(what, None, fix))
     if found is None or decision.chosen is None:

@@ -109,7 +109,7 @@ class Options:
 
     @cached_property
     def fastest(self) -> tuple[Floats, Floats]:
-        """Two [kinds] arrays, (seconds, bytes) of one block with its fastest option.
+        """Seconds and bytes of one block of each kind with its fastest option: two arrays [kinds].
 
         Seconds are infinite for kinds without any option.
         """

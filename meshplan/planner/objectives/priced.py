@@ -21,7 +21,7 @@ from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.problem.certified import OVER, certify_plan
 from meshplan.planner.problem.decision import Bound, Decision, Evaluated, PlanRequest
 from meshplan.planner.problem.live_model import TracedChoices
-from meshplan.planner.space.space import Rejected, UnsearchedError
+from meshplan.planner.space.space import PRICED_ALONE, Rejected, UnsearchedError
 from meshplan.planner.tables.memory_bounds import element_bytes_of
 from meshplan.planner.tables.unpriced import unpriced, unsearched
 from meshplan.planner.tables.whole_plan import Costed
@@ -203,7 +203,7 @@ def price(request: PlanRequest, report: Callable[[str], None] = lambda text: Non
         best_s=evaluated.seconds,
         gap=0.0,
         alternatives=(),
-        rejected=(Rejected("other plans", why),),
+        rejected=(Rejected(PRICED_ALONE, why),),
         ladder=None,
         num_configs=1,
         num_options=1,

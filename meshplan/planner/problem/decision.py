@@ -16,7 +16,7 @@ from meshplan.plan.plan import Plan
 from meshplan.planner.problem.live_model import Priced, Traced
 from meshplan.planner.solve.config import Candidate
 from meshplan.planner.solve.shares import Shares
-from meshplan.planner.space.space import Rejected
+from meshplan.planner.space.space import PRICED_ALONE, Rejected
 from meshplan.shown import shown
 from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.spec.spec import Spec
@@ -277,6 +277,11 @@ class Decision:
     unoffloaded_s: float | None = None
     other_layouts: tuple[OtherLayout, ...] = ()
     robustness: Robustness | None = None
+
+    @property
+    def why_priced(self) -> str:
+        """Reason why only the plan as it is stated was priced; "" if plans were searched."""
+        return next((each.why for each in self.rejected if each.what == PRICED_ALONE), "")
 
     @property
     def evaluated_plans(self) -> tuple[Evaluated, ...]:

@@ -105,7 +105,7 @@ def statements(
     blocks = [block for stage in stages for block in stage]
     usual = max((block.reshard for block in blocks), default=0)
     mode = MODES[int(row["mode"])]
-    if mode != "ddp" and not data:  # FSDP over one rank, which offload needs or the plan states.
+    if mode != "ddp" and not data:  # FSDP over one rank: offload needs it, or the plan states it.
         out["mesh"] = {"dp_shard": 1, **mesh}
         data = ["dp_shard"]
     if mode == "shard":

@@ -18,7 +18,7 @@ EXCHANGE: Final = CONTEXT_WORDS.index("all_to_all")
 
 
 def context_of(spec: Spec) -> Context:
-    """Return the context settings of a plan; if it has none, those of a trial: heads exchanged."""
+    """Return the plan's context settings, or those with which cp is tried: all-to-all of heads."""
     return spec.context or Context(attention=CONTEXT_WORDS[EXCHANGE])
 
 

@@ -110,7 +110,7 @@ def _stated(spec: Spec, graph: ModelGraph) -> Iterator[tuple[str, int, str]]:
             for name in names:
                 if name not in known:
                     what = f"'{name}' is not a module of {graph.name}"
-                    fix = "write a module that meshplan show lists"
+                    fix = "write a module listed by: meshplan show"
                     raise PlanError(Problem(what, spec.origin("pipeline.split"), fix))
                 yield known[name], stage, "pipeline.split"
 

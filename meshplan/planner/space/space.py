@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Final, Literal
 
 from meshplan.cost.config import STRATEGY_OPTIONS
 from meshplan.cost.grid import ACTIVATIONS_ON_HOST, MODES, OPTIONS, PARAMS_ON_HOST, RECOMPUTE, SHARD
@@ -26,6 +26,9 @@ from meshplan.planner.space.schedule import schedules_of, stated_virtual
 from meshplan.planner.space.trials import data_axis, with_axes, with_offload
 from meshplan.shown import shown
 from meshplan.spec.spec import AUTO, Allocator, Borrow, Spec
+
+PRICED_ALONE: Final = "other plans"
+"""What is rejected (`Rejected.what`) if a plan is only priced as it is stated."""
 
 
 @shown

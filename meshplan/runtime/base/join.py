@@ -169,8 +169,8 @@ def contradictions(
         at = entry["host"], entry["place"]
         other = rank_at.setdefault(at, rank) if entry["place"] else rank
         if other != rank:
-            what = f"ranks {other} and {rank} take the same device of {entry['host']}"
-            fix = "give each rank of a machine another LOCAL_RANK, from 0"
+            what = f"ranks {other} and {rank} use the same device of {entry['host']}"
+            fix = "give each rank of a machine its own LOCAL_RANK, counting from 0"
             yield Problem(what, Origin(launched.local_rank_variable), fix)
 
 

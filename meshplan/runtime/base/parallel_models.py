@@ -68,7 +68,7 @@ def ran(found: ParallelModel) -> None:
 
 
 def known_models() -> list[ParallelModel]:
-    """Return the models that still exist, the one that ran last at the end."""
+    """Return the models that still exist; the last to run or to be registered comes last."""
     _known[:] = [each for each in _known if each.model() is not None]
     return list(_known)
 

@@ -145,9 +145,10 @@ class StatefulLoader:
         if is_empty:
             size = self._read.share_of(self.epoch).batch_size
             what = f"the dataset gave less than one batch of {size} samples"
-            raise ApplyError(
-                Problem(what, fix="use a smaller batch_size; or let __iter__ begin anew")
+            fix = (
+                "use a smaller batch_size; or make __iter__ of the dataset start from the beginning"
             )
+            raise ApplyError(Problem(what, fix=fix))
 
     def _rest_of_epoch(self, loop: int) -> Generator[Any, None, bool]:
         """Yield the batches up to the end of the epoch; return True if there was none."""
@@ -223,7 +224,8 @@ class StatefulLoader:
                 )
         counts = state["epoch"], state["samples"]
         if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in counts):
-            raise StateError(Problem(f"the state of the data has no position: {counts}"))
+            what = f"the state of the data has an invalid position (epoch, samples): {counts}"
+            raise StateError(Problem(what, fix="load a state that the loader saved"))
         return counts
 
 

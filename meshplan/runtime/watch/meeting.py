@@ -81,7 +81,7 @@ def enter_forward(job: Job, is_training: bool, ranks: tuple[int, ...]) -> None:
 
 
 def meeting_report(job: Job, meeting: Meeting) -> dict[str, Any]:
-    """Return the report of this rank, which waits at meeting `meeting`, for the other ranks."""
+    """Return what this rank tells the other ranks while it waits at a meeting."""
     forwards = job.progress.forwards[meeting.ranks]
     return {
         **job.progress.facts(),

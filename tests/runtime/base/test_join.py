@@ -113,7 +113,7 @@ def test_two_ranks_on_one_device(launched):
         {"rank": 2, "world_size": 3, "host": "b", "place": "0,1/0"},
     ]
     (problem,) = contradictions(entries, rank)
-    assert str(problem).startswith("SLURM_LOCALID: ranks 1 and 2 take the same device of b")
+    assert str(problem).startswith("SLURM_LOCALID: ranks 1 and 2 use the same device of b")
     assert not list(contradictions([entry | {"place": ""} for entry in entries], rank))
 
 

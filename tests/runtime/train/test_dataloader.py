@@ -270,8 +270,8 @@ def refused_states():
     for changed, text in (
         ({"length": 25}, "has length 25, but the loader 24"),
         ({"seed": 3}, "has seed 3, but the loader 0"),
-        ({"samples": -1}, "has no position"),
-        ({"epoch": 1.5}, "has no position"),
+        ({"samples": -1}, "an invalid position"),
+        ({"epoch": 1.5}, "an invalid position"),
         ({"more": 1}, "was not saved by a loader"),
     ):
         with pytest.raises(StateError, match=text):

@@ -73,7 +73,7 @@ class _Backward:
 
 
 class _Agreement:
-    """Hooks and state on this rank for the agreement on the gradients of one model."""
+    """Hooks and state with which data ranks agree which parameters of one model have gradients."""
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         self.group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()

@@ -55,7 +55,7 @@ def first_half(
     pairs = zip(outputs, gradients or [None] * len(outputs), strict=True)
     for output, gradient in pairs:
         # torch splits the backward where weights join a path from an input to an output. It
-        # would lose the gradients of weights that lead to an output without any input.
+        # would lose the gradients of an output that depends on weights but on none of the inputs.
         comes_from_input = any(id(variable) in ids for variable in leaves_of(output))
         (joined if comes_from_input else out.roots).append((output, gradient))
     if joined:

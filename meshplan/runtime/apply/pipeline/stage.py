@@ -116,8 +116,8 @@ class Replay:
             A tuple of the tensors that the stage sends; in the last stage the model's output.
 
         Raises:
-            ApplyError: The forward differs from the recorded one, or code between units fails on
-                placeholders.
+            ApplyError: The forward differs from the recorded one, or code between units fails
+                because it needs what a unit of another stage returns.
         """
         program = self.program
         assert program is not None
