@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -107,17 +108,47 @@ def containers_kept(values: Iterable[Any]) -> Iterator[None]:
             found.extend(before) if isinstance(found, list | deque) else found.update(before)
 
 
-def held_by_hooks(model: nn.Module) -> list[Any]:
-    """Return what hooks of forwards hold: the variables of closures, and owners of methods."""
-    found: list[Any] = []
+def users_hooks(model: nn.Module) -> Iterator[Any]:
+    """Yield the hooks of forwards, in all modules, that neither meshplan nor torch registered."""
     for module in model.modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            owner = getattr(hook, "__self__", hook)
-            found += [] if isinstance(owner, nn.Module) else [owner]
-            function = getattr(hook, "__func__", hook)
-            if getattr(function, "__module__", "").partition(".")[0] not in ("torch", "meshplan"):
-                cells = getattr(function, "__closure__", None) or ()
-                found += [cell.cell_contents for cell in cells if _is_set(cell)]
+            if is_users(hook):
+                yield hook
+
+
+def is_users(hook: Any) -> bool:
+    """Return True if the function of a hook is defined in neither meshplan nor torch."""
+    return defined_in(hook).partition(".")[0] not in ("torch", "meshplan")
+
+
+def defined_in(hook: Any) -> str:
+    """Return the name of the Python module that defines a hook's function; "" if unknown."""
+    *_, function = _layers(hook)
+    return getattr(function, "__module__", None) or type(function).__module__
+
+
+def _layers(hook: Any) -> Iterator[Any]:
+    """Yield a hook, and what it calls as a partial, a bound method or a decorator."""
+    while hook is not None:
+        yield hook
+        if isinstance(hook, functools.partial):
+            hook = hook.func
+        elif isinstance(hook, types.MethodType):
+            hook = hook.__func__
+        else:
+            hook = getattr(hook, "__wrapped__", None)
+
+
+def held_by_hooks(model: nn.Module) -> list[Any]:
+    """Return what users' hooks of forwards hold: variables of closures, arguments, objects."""
+    found: list[Any] = []
+    for layer in (layer for hook in users_hooks(model) for layer in _layers(hook)):
+        if isinstance(layer, functools.partial):
+            found += [*layer.args, *layer.keywords.values()]
+        elif isinstance(layer, types.FunctionType):
+            found += [cell.cell_contents for cell in layer.__closure__ or () if _is_set(cell)]
+        elif not isinstance(owner := getattr(layer, "__self__", layer), nn.Module):
+            found.append(owner)
     return found
 
 

@@ -33,7 +33,7 @@ from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
 from meshplan.runtime.base.forward_calls import as_written
 from meshplan.runtime.base.mesh import full, placement, submesh
-from meshplan.runtime.base.module_state import module_state_of
+from meshplan.runtime.base.module_state import defined_in, module_state_of
 from meshplan.runtime.base.optimizer_steps import before_steps
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.checks.dry_run import dry_run, in_dry_run, noise
@@ -372,9 +372,7 @@ def _uncut(
 
 def _is_of_plan(hook: Any) -> bool:
     """Return True if applying a plan registered a hook: meshplan, or FSDP2."""
-    inner = getattr(hook, "func", hook)
-    owner = getattr(inner, "__module__", None) or type(inner).__module__
-    return owner.partition(".")[0] == "meshplan" or owner.startswith("torch.distributed.")
+    return defined_in(hook).startswith(("meshplan.", "torch.distributed."))
 
 
 def _pass_the_sequence(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:

@@ -6,7 +6,6 @@ tokens, which shows nothing about the next batch.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
@@ -26,7 +25,7 @@ from meshplan.runtime.base.batch import chunked
 from meshplan.runtime.base.batch_agreement import num_samples
 from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import gathered
-from meshplan.runtime.base.module_state import contents
+from meshplan.runtime.base.module_state import contents, users_hooks
 from meshplan.runtime.base.optimizer_steps import is_due
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.checks.forward_writes import writes_in_forward
@@ -266,7 +265,10 @@ class StepCheck:
         Hooks that the user registered count as well, because they may keep state in lists and
         closures, which cannot be restored.
         """
-        return any(writes_in_forward(part) or _has_own_hooks(part) for part in self._parts())
+        return any(
+            writes_in_forward(part) or any(True for _ in users_hooks(part))
+            for part in self._parts()
+        )
 
     def _parts(self) -> list[nn.Module]:
         """Return the user's module, or with a pipeline the modules of this rank's stages."""
@@ -293,23 +295,6 @@ class StepCheck:
             return
         if not self._plan.spec.batch.per_rank:
             _raise_first(mixing_problem(named, self._plan) if found.mixes and not is_norm else None)
-
-
-def _has_own_hooks(model: nn.Module) -> bool:
-    """Return True if any module has a forward hook that neither meshplan nor torch registered."""
-    return any(
-        _owner_of(hook) not in ("meshplan", "torch")
-        for module in model.modules()
-        for hooks in (module._forward_hooks, module._forward_pre_hooks)
-        for hook in hooks.values()
-    )
-
-
-def _owner_of(hook: Any) -> str:
-    """Return the name of the top-level package in which a hook was defined; "" if unknown."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return (getattr(hook, "__module__", None) or "").partition(".")[0]
 
 
 def _raise_first(own: Problem | None) -> None:

@@ -361,17 +361,6 @@ def intercepted_calls(module: nn.Module, around: Callable[..., Any]) -> Iterator
         module._compiled_call_impl = before
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return True if code beside a module's forward looks at its input, output or gradients.
-
-    Private, because torch has no public way to list the hooks of a module.
-    """
-    return any((
-        module._forward_pre_hooks, module._forward_hooks,
-        module._backward_pre_hooks, module._backward_hooks,
-    ))  # fmt: skip
-
-
 def backward_of_inputs(
     outputs: list[torch.Tensor],
     gradients: list[torch.Tensor] | None,

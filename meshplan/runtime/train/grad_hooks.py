@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.tensor_parallel.tensor_parallel import LAYS_GRADIENTS
 from meshplan.runtime.apply.wrap import applied, own_module
 from meshplan.runtime.base.mesh import without_partial
+from meshplan.runtime.base.module_state import is_users
 from meshplan.runtime.base.optimizer_steps import before_steps, is_due
 
 GradHook = Callable[[torch.Tensor], torch.Tensor | None]
@@ -147,28 +147,19 @@ def _take_over(name: str, hooks: _GradHooks) -> None:
     placed = hooks.plan.assignment.tensors[name]
     is_sharded = placed.unit is not None and hooks.plan.assignment.wrapper == "units"
     for param in hooks.params[name]:
-        # FSDP2 puts hooks on a unit's outputs, one of which may be a parameter: leave these out.
+        # FSDP2 puts hooks on a unit's outputs, one of which may be a parameter.
         hooked = (param._backward_hooks or {}).items()
-        found = {key: hook for key, hook in hooked if not _is_of_fsdp(hook)}
+        found = {key: hook for key, hook in hooked if is_users(hook)}
         if is_sharded:
             hooks.by_name.setdefault(name, OrderedDict()).update(found)
             param._backward_hooks = None
-        elif len(found) > hasattr(param, LAYS_GRADIENTS) and hooks.plan.num_parts > 1:
+        elif found and hooks.plan.num_parts > 1:
             raise ApplyError(_partial_problem(name))
         # FSDP2 calls these with the reduced gradient, in the backward of each microbatch.
         is_whole = is_sharded and hooks.plan.num_microbatches == 1
         later = (param._post_accumulate_grad_hooks or {}).values()
-        if hooks.plan.num_parts > 1 and not is_whole and not all(map(_is_no_users, later)):
+        if hooks.plan.num_parts > 1 and not is_whole and any(map(is_users, later)):
             raise ApplyError(_partial_problem(name))
-
-
-def _is_no_users(hook: Any) -> bool:
-    hook = getattr(hook, "func", hook)
-    return (getattr(hook, "__module__", None) or "").partition(".")[0] in ("torch", "meshplan")
-
-
-def _is_of_fsdp(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 def _hooks_of(model: nn.Module) -> _GradHooks:

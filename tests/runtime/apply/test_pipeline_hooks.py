@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import meshplan
 from meshplan.errors import MeshplanError
-from meshplan.runtime.apply.pipeline.hooks import UnitHooks
+from meshplan.runtime.apply.pipeline.hooks import call_hooks
 from tests.helpers.parity import TOLERANCE
 
 DIM, LAYERS, STEPS = 8, 4, 3
@@ -208,7 +208,7 @@ def test_hooks_that_prepare_weights_are_left_alone() -> None:
     module = torch.nn.utils.spectral_norm(nn.Linear(DIM, DIM))
     before, seen = module.weight_u.clone(), []
     module.register_forward_pre_hook(lambda module, args: seen.append(args))
-    UnitHooks(frozenset()).call(module, "unit", (before,), {}, before)
+    call_hooks(module, "unit", (before,), {}, before)
     assert torch.equal(module.weight_u, before)
     assert seen == [(before,)]
 

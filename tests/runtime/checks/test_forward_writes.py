@@ -7,6 +7,7 @@ samples part ways (`Drifting`); without `max_norm` each rank scales the rows tha
 
 from __future__ import annotations
 
+import functools
 import gc
 import types
 import warnings
@@ -88,6 +89,11 @@ class Counted(Block):
         return super().forward(x) * (1 + 0.1 * self.calls + 0.05 * self.others + 0.02 * self.times)
 
 
+def louder(seen: dict[str, int], module: nn.Module, args: Any) -> Any:
+    seen["times"] += 1
+    return (args[0] * (1 + 0.01 * seen["times"]),)
+
+
 class CountedElsewhere(Block):
     """Counts its calls in other places, and lowers a number from the second call on."""
 
@@ -97,13 +103,14 @@ class CountedElsewhere(Block):
         super().__init__()
         self.table, self.kept, self.log = {"times": 0}, types.SimpleNamespace(times=0), [0]
         self.lowered = 1.0
-        seen = {"times": 0}
+        seen, given = {"times": 0}, {"times": 0}
 
+        @torch.enable_grad()
         def hook(module: nn.Module, args: Any) -> Any:
-            seen["times"] += 1
-            return (args[0] * (1 + 0.01 * seen["times"]),)
+            return louder(seen, module, args)
 
         self.register_forward_pre_hook(hook)
+        self.register_forward_pre_hook(functools.partial(louder, given))
 
     def write(self, x: torch.Tensor) -> None:
         self.times += 1

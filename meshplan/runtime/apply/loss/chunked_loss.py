@@ -26,7 +26,8 @@ from torch import nn
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.loss.lazy_logits import LazyLogits, Scores
-from meshplan.runtime.torch_private.private import has_hooks, intercept_calls
+from meshplan.runtime.base.module_state import hooks_of
+from meshplan.runtime.torch_private.private import intercept_calls
 
 
 class ChunkedLossMode:
@@ -298,7 +299,7 @@ def chunked_loss_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
         what = f"is a {type(head).__name__} with a forward other than torch.nn.Linear's"
     elif "forward" in vars(head):
         what = "has a replaced forward"
-    elif has_hooks(head):
+    elif any(hooks_of(head)):
         what = "has hooks, which would see chunks instead of the full logits"
     if what:
         yield Problem(

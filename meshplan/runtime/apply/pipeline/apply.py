@@ -13,7 +13,7 @@ from meshplan.plan.plan import Plan
 from meshplan.plan.restrict import restrict
 from meshplan.runtime.apply.experts.expert_protocol import reuse_protocols
 from meshplan.runtime.apply.parameters.materialize import InitialValues
-from meshplan.runtime.apply.pipeline.hooks import hook_problems, hooks_of, leave_hooks_of_output
+from meshplan.runtime.apply.pipeline.hooks import hook_problems, leave_hooks_of_output
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.pipeline.run import StageRuntime
 from meshplan.runtime.apply.pipeline.stage import Replay, make_stage, watch_calls
@@ -54,14 +54,13 @@ def apply_pipeline(
         module = make_stage(model, plan.graph, stages, stage)
         if stage < stages.num - 1:
             leave_hooks_of_output(module)
-        hooks = hooks_of(module, dict.fromkeys(unit for unit, _ in stages.units))
         part = restrict(plan, stage)
         own = part.assignment.tensors
         reuse_protocols(model, module, part)
         is_compiled = compiles(module, part)  # Wrapping intercepts calls as compiling does.
         wrap(module, part, mesh, InitialValues({f: v for f, v in values.local.items() if f in own}))
         replay = Replay(stage)  # Ends a forward early, but never inside a unit of `part`.
-        watch_calls(module, hooks, replay)
+        watch_calls(module, dict.fromkeys(unit for unit, _ in stages.units), replay)
         if not is_compiled:  # An active torch function mode would be compiled in.
             watch_first_forward(module, part)
         parts[stage] = StageRuntime(module, part, replay)

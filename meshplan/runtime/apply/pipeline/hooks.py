@@ -8,8 +8,7 @@ hook of the gradient of another module's inputs needs a stage that has all of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -17,72 +16,51 @@ from torch import nn
 from meshplan.assign.base.types import Stages
 from meshplan.errors import ApplyError, Problem
 from meshplan.model.graph import around
+from meshplan.runtime.base.module_state import is_users
 
 
-@dataclass(frozen=True, slots=True)
-class UnitHooks:
-    """The hooks of one unit in one stage.
+def call_hooks(
+    module: nn.Module, fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Call the forward pre-hooks and forward hooks that the model's own code put on a unit.
 
-    Attributes:
-        wrapping: Ids of the hooks that meshplan and torch's wrappers added; `call` skips them.
+    Args:
+        module: The unit.
+        fqn: The unit's fqn.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        output: The placeholder for the result.
+
+    Raises:
+        ApplyError: A hook changes the result.
     """
-
-    wrapping: frozenset[int]
-
-    def call(
-        self,
-        module: nn.Module,
-        fqn: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-    ) -> None:
-        """Call the forward pre-hooks and forward hooks that the model's own code registered.
-
-        Args:
-            module: The unit.
-            fqn: The unit's fqn.
-            args: Positional arguments of the call.
-            kwargs: Keyword arguments of the call.
-            output: The placeholder for the result.
-
-        Raises:
-            ApplyError: A hook changes the result.
-        """
-        for number, hook in self._called(module._forward_pre_hooks):
-            if number in module._forward_pre_hooks_with_kwargs:
-                given = hook(module, args, kwargs)
-                args, kwargs = given if given is not None else (args, kwargs)
-            else:
-                given = hook(module, args)
-                if given is not None:
-                    args = given if isinstance(given, tuple) else (given,)
-        for number, hook in self._called(module._forward_hooks):
-            if number in module._forward_hooks_with_kwargs:
-                given = hook(module, args, kwargs, output)
-            else:
-                given = hook(module, args, output)
+    for number, hook in _users(module._forward_pre_hooks):
+        if number in module._forward_pre_hooks_with_kwargs:
+            given = hook(module, args, kwargs)
+            args, kwargs = given if given is not None else (args, kwargs)
+        else:
+            given = hook(module, args)
             if given is not None:
-                # Only the stage that runs the unit has the real result to change.
-                raise ApplyError(
-                    Problem(
-                        f"a forward hook changes the output of '{fqn}', which stages that do not "
-                        "run this module cannot reproduce",
-                        fix="change the output in the module's forward, or leave pp out",
-                    )
+                args = given if isinstance(given, tuple) else (given,)
+    for number, hook in _users(module._forward_hooks):
+        if number in module._forward_hooks_with_kwargs:
+            given = hook(module, args, kwargs, output)
+        else:
+            given = hook(module, args, output)
+        if given is not None:
+            # Only the stage that runs the unit has the real result to change.
+            raise ApplyError(
+                Problem(
+                    f"a forward hook changes the output of '{fqn}', which stages that do not "
+                    "run this module cannot reproduce",
+                    fix="change the output in the module's forward, or leave pp out",
                 )
-
-    def _called(self, hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
-        # Hooks that torch itself registers prepare weights, which this stage does not have.
-        return [
-            (number, hook)
-            for number, hook in hooks.items()
-            if number not in self.wrapping and not _is_of_torch(hook)
-        ]
+            )
 
 
-def _is_of_torch(hook: Any) -> bool:
-    return getattr(hook, "__module__", "").partition(".")[0] == "torch"
+def _users(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
+    # Hooks that torch itself registers prepare weights, which this stage does not have.
+    return [(number, hook) for number, hook in hooks.items() if is_users(hook)]
 
 
 def leave_hooks_of_output(part: nn.Module) -> None:
@@ -93,7 +71,7 @@ def leave_hooks_of_output(part: nn.Module) -> None:
     """
     for kind in ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         table = vars(part)[kind]
-        for number in [number for number, hook in table.items() if not _is_of_torch(hook)]:
+        for number, _ in _users(table):
             del table[number]
             for flags in ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
                 if kind == "_forward_hooks":
@@ -122,13 +100,3 @@ def hook_problems(model: nn.Module, stages: Stages) -> list[Problem]:
         for fqn, found in sorted(places.items())
         if fqn and len(found) > 1 and model.get_submodule(fqn)._backward_hooks
     ]
-
-
-def numbers_of(module: nn.Module) -> frozenset[int]:
-    """Return the ids of the forward hooks and pre-hooks that a module has now."""
-    return frozenset((*module._forward_pre_hooks, *module._forward_hooks))
-
-
-def hooks_of(part: nn.Module, units: Iterable[str]) -> Mapping[str, frozenset[int]]:
-    """Return the ids of each unit's hooks, by fqn; call it before anything is wrapped."""
-    return {fqn: numbers_of(part.get_submodule(fqn)) for fqn in units}

@@ -11,7 +11,7 @@ stage from the model's inputs. Wrappers such as FSDP2 see ordinary modules.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -27,13 +27,11 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.model.flow import Call, Flow
 from meshplan.model.graph import ModelGraph
 from meshplan.model.stage_boundary import Relay
-from meshplan.runtime.apply.pipeline.hooks import UnitHooks, numbers_of
+from meshplan.runtime.apply.pipeline.hooks import call_hooks
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.model_copy import copy_model
 from meshplan.runtime.base.pytree import fill, tensors_in
 from meshplan.runtime.torch_private.private import intercept_calls
-
-_HooksOf = tuple[nn.Module, UnitHooks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,13 +148,13 @@ class Replay:
         self.kept, self._given = {}, {}
 
     def call(
-        self, fqn: str, hooks: _HooksOf, run: Callable[..., Any], *args: Any, **kwargs: Any
+        self, fqn: str, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Handle a call of a unit: run it if it is of this stage, else return placeholders.
 
         Args:
             fqn: The unit's fqn.
-            hooks: (the unit, its hooks), to be called with placeholders.
+            module: The unit, whose hooks are called with placeholders in other stages.
             run: The original call of the unit.
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
@@ -181,8 +179,7 @@ class Replay:
         call = program.calls[place]
         if program.stages[place] != self.stage:
             output = fill(program.forms[place], self._stand_ins(call, args, kwargs))
-            module, found = hooks
-            found.call(module, fqn, args, kwargs, output)
+            call_hooks(module, fqn, args, kwargs, output)
             return output
         self._is_inside = True
         output = run(*args, **kwargs)
@@ -322,18 +319,17 @@ def _set_mode(module: nn.Module, mode: bool = True) -> nn.Module:
     return nn.Module.train(module, mode)
 
 
-def watch_calls(part: nn.Module, own: Mapping[str, frozenset[int]], replay: Replay) -> None:
+def watch_calls(part: nn.Module, units: Iterable[str], replay: Replay) -> None:
     """Route the calls of units, and the stage's forward, through its replay.
 
     Args:
         part: The stage module.
-        own: Ids of the hooks that a unit had before it was wrapped, by the unit's fqn.
+        units: The fqns of the units.
         replay: The stage's replay.
 
     Assumes: all wrappers are applied, so that the interception is outside of them.
     """
-    for fqn, numbers in own.items():
+    for fqn in units:
         module = part.get_submodule(fqn)
-        hooks = UnitHooks(numbers_of(module) - numbers)
-        intercept_calls(module, partial(replay.call, fqn, (module, hooks)))
+        intercept_calls(module, partial(replay.call, fqn, module))
     part.forward = partial(replay.forward, part.forward)

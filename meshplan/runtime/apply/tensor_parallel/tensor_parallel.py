@@ -41,8 +41,8 @@ from meshplan.runtime.apply.tensor_parallel.multihead import attend_by_heads
 from meshplan.runtime.base.compile import compiles
 from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import activation_placement, placement, submesh
+from meshplan.runtime.base.module_state import hooks_of
 from meshplan.runtime.torch_private.ops import as_dtensor
-from meshplan.runtime.torch_private.private import has_hooks
 from meshplan.runtime.torch_private.redistribution import Redistribution, redistributed
 from meshplan.runtime.trace.sp_boundary import check_even, cross, with_argument
 
@@ -72,7 +72,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
             _local_at_use(model, placed)
     styles = [(f, model.get_submodule(f), use) for f, use in plan.assignment.styles.items()]
     # Hooks of other code may compute anything with what they see, so they see DTensors.
-    hooked = {id(module) for _, module, _ in styles if has_hooks(module)}
+    hooked = {id(module) for _, module, _ in styles if any(hooks_of(module))}
     for crossing in plan.assignment.crossings:
         cross(model.get_submodule(crossing.module), crossing, tp)
     outside = "S(1)" if plan.assignment.sequence_parallel else "R"
@@ -117,7 +117,7 @@ def distribute(
         setattr(model.get_submodule(module), leaf, new)
 
 
-LAYS_GRADIENTS: Final = "_meshplan_lays_gradients"
+_LAYS_GRADIENTS: Final = "_meshplan_lays_gradients"
 """Attribute set on a parameter that `align_gradients` has registered its hook on."""
 
 
@@ -144,10 +144,10 @@ def align_gradients(model: nn.Module, plan: Plan) -> None:
     for fqn, placed in plan.assignment.tensors.items():
         if placed.unit is None and not placed.info.is_buffer:
             param = model.get_parameter(fqn)
-            is_new = param.requires_grad and not hasattr(param, LAYS_GRADIENTS)
+            is_new = param.requires_grad and not hasattr(param, _LAYS_GRADIENTS)
             if isinstance(param, DTensor) and is_new:
                 param.register_hook(partial(lay, placements=param.placements))
-                setattr(param, LAYS_GRADIENTS, True)
+                setattr(param, _LAYS_GRADIENTS, True)
 
 
 class _StyleHooks:
