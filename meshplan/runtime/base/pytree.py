@@ -71,10 +71,10 @@ class Slot:
     """A placeholder for a tensor in a structure.
 
     Attributes:
-        value: The number that `value_of` of `shape_of` returned for the tensor.
+        value: The value that `value_of` of `shape_of` returned for the tensor.
     """
 
-    value: int
+    value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class TreeStructure:
     parts: list[Any]
 
 
-def shape_of(item: Any, value_of: Callable[[torch.Tensor], int]) -> Any:
+def shape_of(item: Any, value_of: Callable[[torch.Tensor], Any]) -> Any:
     """Return the structure of a nested value, with a `Slot(value_of(tensor))` for each tensor.
 
     Plain values, such as numbers, stay as they are; any other object becomes an `Opaque`.
@@ -127,7 +127,7 @@ def shape_of(item: Any, value_of: Callable[[torch.Tensor], int]) -> Any:
     return Opaque(cls.__name__)
 
 
-def fill(form: Any, get: Callable[[int], Any]) -> Any:
+def fill(form: Any, get: Callable[[Any], Any] = lambda value: value) -> Any:
     """Build a value of the structure `form`, which `shape_of` returned.
 
     `get(slot.value)` takes the place of each Slot, and None that of each Opaque.

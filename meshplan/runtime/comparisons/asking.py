@@ -120,17 +120,15 @@ def _copied(item: Any, dtype: torch.dtype | None) -> Any:
 
     A value that cannot be rebuilt from its tensors is returned uncopied.
     """
-    tensors: list[torch.Tensor] = []
 
-    def place(tensor: torch.Tensor) -> int:
-        if not isinstance(tensor, LazyLogits):
-            is_cast = dtype is not None and tensor.is_floating_point()
-            tensor = tensor.detach().to(dtype if is_cast else tensor.dtype, copy=True)
-        tensors.append(tensor)
-        return len(tensors) - 1
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, LazyLogits):
+            return tensor
+        is_cast = dtype is not None and tensor.is_floating_point()
+        return tensor.detach().to(dtype if is_cast else tensor.dtype, copy=True)
 
-    form = shape_of(item, place)
-    return item if any(opaque_in(form)) else fill(form, lambda number: tensors[number])
+    form = shape_of(item, copied)
+    return item if any(opaque_in(form)) else fill(form)
 
 
 class _Rounding(TorchDispatchMode):

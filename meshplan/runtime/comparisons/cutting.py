@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,14 +40,9 @@ def cut(
         For each part, a value of the same structure. None if a tensor may not have the samples (or
         tokens) along `dim`.
     """
-    tensors: list[torch.Tensor] = []
-
-    def place(tensor: torch.Tensor) -> int:
-        tensors.append(tensor)
-        return len(tensors) - 1
-
-    form = shape_of(item, place)
-    if any(True for _ in opaque_in(form)):
+    tensors = [tensor for _, tensor in tensors_in(item)]
+    form = shape_of(item, lambda tensor: tensor)
+    if any(opaque_in(form)):
         return None
     shapes = [tensor.shape for _, tensor in tensors_in(like) if tensor.ndim > 1]
     shapes = [shape for shape in shapes if shape[0] != shape[1]]
@@ -63,16 +59,13 @@ def cut(
         if is_output and not matches_targets and samples in tensor.shape[dim + 1 :]:
             return None
 
-    def part(tensor: torch.Tensor, which: slice | list[int]) -> torch.Tensor:
+    def part(which: slice | list[int], tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in whole:
             return tensor
         tensor = tensor if isinstance(tensor, LazyLogits) else tensor.detach()
         return tensor[(slice(None),) * dim + (which,)] if tensor.ndim else tensor
 
-    def all_of(which: slice | list[int]) -> Any:
-        return fill(form, lambda number: part(tensors[number], which))
-
-    return [all_of(each) for each in parts]
+    return [fill(form, partial(part, which)) for which in parts]
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:

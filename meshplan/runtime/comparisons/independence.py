@@ -252,9 +252,9 @@ def _piece(whole: Any, like: Any, part: int) -> Any:
             taken.append(full)
         else:
             return None
-    form = shape_of(whole, lambda tensor: 0)
     parts = iter(taken)
-    return None if any(opaque_in(form)) else fill(form, lambda _: next(parts))
+    form = shape_of(whole, lambda _: next(parts))
+    return None if any(opaque_in(form)) else fill(form)
 
 
 class _KeptOutputs:
@@ -319,9 +319,8 @@ def _perturbed_rounding(model: nn.Module) -> Iterator[None]:
         return (tensor + tensor * (step * waves)).clamp(*torch.aminmax(tensor))
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        tensors = iter([perturbed(tensor) for _, tensor in tensors_in(output)])
-        form = shape_of(output, lambda tensor: 0)
-        return output if any(opaque_in(form)) else fill(form, lambda _: next(tensors))
+        form = shape_of(output, perturbed)
+        return output if any(opaque_in(form)) else fill(form)
 
     handles = [
         module.register_forward_hook(hook)

@@ -125,14 +125,8 @@ def _with_whole_sequence(output: Any, inputs: Any, state: Applied) -> Any:
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         return parts.gather(tensor, 1) if has_sequence(tensor, own) else tensor
 
-    found: list[torch.Tensor] = []
-
-    def number_of(tensor: torch.Tensor) -> int:
-        found.append(whole(tensor))
-        return len(found) - 1
-
     # Unlike `mapped`, this keeps the type of a transformers output.
-    return fill(shape_of(output, number_of), found.__getitem__)
+    return fill(shape_of(output, whole))
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
