@@ -86,6 +86,8 @@ def estimate_states(
         from meshplan.spec.reader import load_spec  # Importing yaml takes 20 ms.
 
         spec = load_spec(plan, overrides)
+    if config is not None and params is None and lora is None:
+        params, config = _counted(config)
     size = read_sizing(
         {
             "params": params, "config": config, "gpus": gpus, "nodes": nodes, "gpu": gpu,
@@ -138,6 +140,15 @@ def estimate_states(
         min_gpus=tuple(fewest),
         notes=tuple(notes),
     )
+
+
+def _counted(config: str | Path) -> tuple[int | None, str | Path | None]:
+    """Return (parameters, None) of a model that is built to count them, or (None, its config)."""
+    source, spec = Source({"version": 1}, config=config), Spec()
+    if not is_built(source, spec):
+        return None, config
+    graph, _, _ = find_model(spec, source)
+    return (graph.num_params, None) if graph is not None else (None, config)
 
 
 def check_plan(

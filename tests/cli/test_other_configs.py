@@ -48,6 +48,7 @@ def plan_of(folder: Path, config: dict[str, Any] = PHI, **more: Any) -> Path:
         ("check -f {plan}", "ok, PhiForCausalLM on dp_shard 2"),
         ("show -f {plan}", "PhiForCausalLM"),
         ("estimate -f {plan}", "expected"),
+        ("estimate --config {folder}/config.json --gpus 8", "parameters on 8 GPUs"),
         ("draw --what layout -f {plan}", "cut"),
         ("export -f {plan} --to accelerate --partial -o {plan}.out.yaml", ""),
         ("explain model.layers.1.mlp.fc1 -f {plan}", "Linear of PhiForCausalLM"),
@@ -58,7 +59,7 @@ def plan_of(folder: Path, config: dict[str, Any] = PHI, **more: Any) -> Path:
 def test_every_verb_answers(tmp_path, capsys, words, found):
     plan = plan_of(tmp_path)
     is_partial = words.startswith("export")
-    assert main(words.format(plan=plan).split()) == int(is_partial)
+    assert main(words.format(plan=plan, folder=tmp_path).split()) == int(is_partial)
     assert found in capsys.readouterr().out
 
 
