@@ -560,9 +560,9 @@ def test_nanotron_runs_gpipe_unless_told_otherwise(tmp_path):
 
 BAD = {
     "wrong type": (json.dumps(with_key(DEEPSPEED, "zero_optimization.stage", "three")),
-                   "zero_optimization.stage is 0, 1, 2 or 3, not 'three'"),
+                   "zero_optimization.stage must be 0, 1, 2 or 3, not 'three'"),
     "number in words": (json.dumps(DEEPSPEED | {"train_batch_size": [1]}),
-                        "train_batch_size is a whole number of at least 1, not a list"),
+                        "train_batch_size must be a whole number of at least 1, not a list"),
     "binary": (b"\x7fELF\0\0", "this is a binary file"),
     "not a tool's": (json.dumps({"a": 1}), "no tool has a configuration file like this"),
     "a list": ("[1, 2]", "no tool has a configuration file like this"),

@@ -89,8 +89,8 @@ def test_zero_of_old_is_a_stage(tmp_path, section, strategy):
 @pytest.mark.parametrize(
     ("more", "what", "fix"),
     [
-        ({"zero_optimization": 2}, "is true or false, not 2", 'a section, such as {"stage": 2}'),
-        ({"zero_optimization": "3"}, "is true or false, not '3'", "write a section"),
+        ({"zero_optimization": 2}, "be true or false, not 2", 'a section, such as {"stage": 2}'),
+        ({"zero_optimization": "3"}, "must be true or false, not '3'", "write a section"),
         ({"zero_optimization": ["stage"]}, "not a list", "write a section"),
         ({"bf16": True}, "bf16 is a section of keys, not true", "such as bf16.enabled"),
         ({"optimizer": "AdamW"}, "not 'AdamW'", "such as optimizer.type"),
