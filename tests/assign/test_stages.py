@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshplan.assign.axes.balance import balance
+from meshplan.assign.axes.stages import balance
 from meshplan.errors import PlanError
 from meshplan.model.stage_boundary import UnitFlow, unit_calls
 from meshplan.plan.plan import Plan, make_plan

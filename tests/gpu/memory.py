@@ -73,7 +73,7 @@ def predicted(name: str, size: str, device: str) -> Figures:
     """
     import torch
 
-    from meshplan.memory.answer.compile_bound import least_of
+    from meshplan.memory.answer.assemble import least_of
     from meshplan.memory.answer.reserved import ReplayCache
     from meshplan.runtime.fake_step.step import fake_step
 

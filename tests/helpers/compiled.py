@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import meshplan
-from meshplan.memory.answer.compile_bound import least_of
+from meshplan.memory.answer.assemble import least_of
 from meshplan.runtime.base.held_bytes import live_bytes
 from tests.helpers import exact, models
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from meshplan.api import checking
-from meshplan.memory.answer.assemble import assemble
-from meshplan.memory.answer.compile_bound import BOUND, least_of
+from meshplan.memory.answer.assemble import BOUND, assemble, least_of
 from meshplan.memory.answer.estimate import Tier
 from meshplan.memory.log.events import Event, EventLog, Storage, Term
 from meshplan.plan.plan import Plan, make_plan

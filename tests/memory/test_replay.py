@@ -17,7 +17,7 @@ import pytest
 from meshplan.errors import PlanError
 from meshplan.memory import EventLog
 from meshplan.memory.log.microbatch import MicrobatchTrace
-from meshplan.memory.replay import gather, loops, optimizer, reduction, replay, shards, units
+from meshplan.memory.replay import gather, loops, optimizer, part, reduction, replay, shards
 from tests.helpers import replayed
 from tests.runtime.fake_step.test_memory_exact import CASES, FULL
 
@@ -187,13 +187,13 @@ def _reduce_late() -> Callable[[], None]:
 
 
 def _do_not_prefetch() -> Callable[[], None]:
-    before = units.ReplayUnits.before_backward
+    before = part.ReplayUnits.before_backward
 
-    def alone(self: units.ReplayUnits, fqn: str) -> None:
+    def alone(self: part.ReplayUnits, fqn: str) -> None:
         self.states[fqn].forward_positions.clear()
         before(self, fqn)
 
-    return _instead(units.ReplayUnits, "before_backward", alone)
+    return _instead(part.ReplayUnits, "before_backward", alone)
 
 
 def _take_parameters_alone() -> Callable[[], None]:

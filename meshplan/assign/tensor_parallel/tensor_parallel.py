@@ -7,11 +7,9 @@ from types import MappingProxyType
 
 from meshplan.assign.base.cascade import Cascade, Stated
 from meshplan.assign.base.missing_axis import no_axis
-from meshplan.assign.base.pieces import are_equal, share_out
+from meshplan.assign.base.pieces import are_equal, divisor_fix, out_width, share_out
 from meshplan.assign.base.tensor_cuts import TensorCut, TensorParallel
-from meshplan.assign.base.types import Preset, Reason, StyleUse
-from meshplan.assign.tensor_parallel.heads import local_attributes
-from meshplan.assign.tensor_parallel.multihead import multihead_cuts, multihead_pieces
+from meshplan.assign.base.types import LocalAttribute, Preset, Reason, StyleUse
 from meshplan.assign.tensor_parallel.pairs import check_pairs, check_shared, check_tied
 from meshplan.errors import Origin, Problem
 from meshplan.layout.layout import Layout, Piece
@@ -26,6 +24,7 @@ from meshplan.layout.styles import (
     style_for,
 )
 from meshplan.model.graph import ModelGraph, ModuleInfo, TensorInfo
+from meshplan.model.heads import ROLES, role
 from meshplan.spec.match import any_number
 from meshplan.spec.spec import AUTO, Spec
 
@@ -328,3 +327,98 @@ def sequence_problems(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
             spec.origin("batch.seq_len"),
             f"use a multiple of {parts}",
         )
+
+
+def local_attributes(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None:
+    """Add to `out` the local attributes of modules with projections that are sharded by heads.
+
+    Once the projections are sharded, `view(b, s, self.num_heads, self.head_dim)` runs on the heads
+    of one rank, so `num_heads` must be the number of these. An attribute is changed only if its
+    name has a role in `heads.ROLES` and its value is what this role has in the sharded projections.
+    """
+    tp = mesh.size("tp")
+    by_parent: dict[str, list[tuple[int, int]]] = {}
+    for fqn, use in out.styles.items():
+        info = graph.modules[fqn]
+        width = out_width(graph, info)
+        if width is None or use.style.output[1] != "S(-1)":
+            continue
+        if info.kind == "conv1d" and use.pieces and tp > 1:
+            local = sum(piece.part for piece in use.pieces)
+            out.attributes.append(LocalAttribute(fqn, "nf", width, local))
+        if info.head_dim:
+            around = by_parent.setdefault(fqn.rpartition(".")[0], [])
+            around += _heads(info, use, width, tp)
+    for fqn, heads in by_parent.items():
+        if tp > 1 and heads:
+            out.attributes += _localized(graph.modules[graph.first_name(fqn)], heads)
+
+
+def _heads(info: ModuleInfo, use: StyleUse, width: int, tp: int) -> Iterator[tuple[int, int]]:
+    """Yield (number of heads, number of heads on one rank) of each projection in a weight."""
+    assert info.head_dim is not None
+    for piece in use.pieces or (Piece(width, tp),):
+        # A fused weight may have pieces that are no heads, such as a gate; skip these.
+        if piece.part % info.head_dim == 0 and piece.size % piece.parts == 0:
+            yield piece.size // info.head_dim, piece.part // info.head_dim
+
+
+def _localized(info: ModuleInfo, heads: list[tuple[int, int]]) -> Iterator[LocalAttribute]:
+    (queries, own_queries), (keys, own_keys) = max(heads), min(heads)
+    head_dim = role(info.sizes, "head_dim") or 0
+    expected = {
+        "heads": (queries, own_queries),
+        "kv_heads": (keys, own_keys),
+        "groups": (queries // keys, own_queries // own_keys),
+        "width": (queries * head_dim, own_queries * head_dim),
+    }
+    for name, value in info.sizes.items():
+        whole, local = expected.get(ROLES[name], (value, value))
+        if value == whole != local:
+            yield LocalAttribute(info.fqn, name, whole, local)
+
+
+def multihead_pieces(
+    graph: ModelGraph, info: ModuleInfo, preset: Preset, tp: int, *, sequence_parallel: bool
+) -> tuple[Piece, ...] | Problem:
+    """Return the three pieces q, k and v, each with all heads, or why tp cannot divide them."""
+    origin = preset.reason.origin
+    heads, head_dim = role(info.sizes, "heads") or 0, role(info.sizes, "head_dim") or 0
+    if any(t.fqn.endswith(".bias_k") or t.fqn == "bias_k" for t in graph.owned(info.fqn)):
+        what = f"{info.fqn} adds a bias to its keys (add_bias_kv), which tp cannot shard"
+        return Problem(f"{what} in this version", origin, "leave this module out of tp")
+    if sequence_parallel and tp > 1:
+        what = f"{info.fqn} is a {info.type}, which cannot run under sequence_parallel"
+        return Problem(f"{what} in this version", origin, "remove sequence_parallel")
+    if heads % tp:
+        return Problem(
+            f"{info.fqn}: {heads} heads of {head_dim} do not divide by tp {tp}",
+            origin,
+            divisor_fix(heads, tp, "this module"),
+        )
+    return (Piece(heads * head_dim, tp),) * 3
+
+
+def multihead_cuts(
+    graph: ModelGraph, info: ModuleInfo, dp_shard: int
+) -> Iterator[tuple[TensorInfo, Layout]]:
+    """Yield (parameter, layout on tp) for each parameter of a module that is sharded by heads.
+
+    The forward of nn.MultiheadAttention reads the weights of its projections, `out_proj` included,
+    without calling these modules, so a style on them would have no effect. One style therefore
+    covers the whole module: q, k and v are sharded along the output dim, separately if they are
+    fused in one weight, and `out_proj` along its input dim.
+
+    Biases are replicated, and so is a fused weight whose dim 1 does not divide by dp_shard: tp
+    shards dim 0 in pieces, so dp_shard would have to shard dim 1.
+    """
+    for tensor in graph.owned(info.fqn):
+        layout = Layout.whole(len(tensor.shape))
+        if tensor.fqn.endswith("in_proj_weight") and tensor.shape[1] % dp_shard == 0:
+            layout = layout.cut("tp", 0, 3)
+        elif tensor.fqn.endswith(("q_proj_weight", "k_proj_weight", "v_proj_weight")):
+            layout = layout.cut("tp", 0)
+        yield tensor, layout
+    for tensor in graph.owned(f"{info.fqn}.out_proj" if info.fqn else "out_proj"):
+        layout = Layout.whole(len(tensor.shape))
+        yield tensor, layout.cut("tp", 1) if len(tensor.shape) == 2 else layout

@@ -11,11 +11,10 @@ from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.memory.log.events import EventLog, Term
 from meshplan.memory.log.microbatch import AT_STAGE, HookKind, MicrobatchTrace
 from meshplan.memory.replay.buckets import DdpOptions
-from meshplan.memory.replay.clip import clip
+from meshplan.memory.replay.gradient_scale import clip, unscale
 from meshplan.memory.replay.optimizer import Updated, check_optimizer, step
 from meshplan.memory.replay.part import Wrapped, splits_backward
 from meshplan.memory.replay.prepare import Act, Prepared
-from meshplan.memory.replay.unscale import unscale
 from meshplan.memory.replay.writer import Copy, LogWriter
 from meshplan.plan.plan import Plan
 from meshplan.plan.restrict import restrict

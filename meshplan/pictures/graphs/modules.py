@@ -10,9 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from meshplan.errors import PlanError
+from meshplan.memory.decoder.microbatch import MicrobatchSpec, tape_of
+from meshplan.memory.decoder.sizes import shape_of
+from meshplan.model.flow import Call, Flow, Op, Ref, Value
+from meshplan.model.graph import ModelGraph
 from meshplan.pictures.base.words import counted
 from meshplan.pictures.graphs.arrows import Box, Item, Links, Reader
-from meshplan.pictures.graphs.layout_flow import layout_flow
 from meshplan.pictures.graphs.tree import Folded, folded, group_of, sizes_of, title_of
 from meshplan.plan.plan import Plan
 from meshplan.spec.match import fold
@@ -229,3 +233,45 @@ def _below(node: Folded) -> Iterator[str]:
     for kid in node.children:
         yield from kid.fqns
         yield from _below(kid)
+
+
+_ANY: Final = MicrobatchSpec(batch=1, seq_len=16, element_bytes=2)
+"""Arbitrary sizes, because the data flow does not depend on them."""
+
+
+def layout_flow(graph: ModelGraph) -> Flow | None:
+    """Return the data flow of a forward without its loss; None without a config of known family."""
+    if not graph.config:
+        return None
+    try:
+        tape = tape_of(shape_of(graph), _ANY)
+    except PlanError:
+        return None
+    values = [Value(id=n, shape=(), dtype="", origin="op") for n in range(len(tape.nbytes))]
+    known: dict[str, int] = {}
+    calls = [Call(id=0, module="", parent=None, inputs=(), outputs=(), ops=(0, 0))]
+    places = {"": 0}
+    ops = []
+    for row in tape.rows[: tape.loss_start]:
+        if row.module not in places:
+            places[row.module] = len(calls)
+            calls.append(
+                Call(id=len(calls), module=row.module, parent=0, inputs=(), outputs=(), ops=(0, 0))
+            )
+        for fqn, _ in row.parameters:
+            if fqn not in known:
+                known[fqn] = len(values)
+                values.append(
+                    Value(id=len(values), shape=(), dtype="", origin="parameter", name=fqn)
+                )
+        reads = (*row.reads, *(known[fqn] for fqn, _ in row.parameters))
+        ops.append(
+            Op(
+                name=row.op,
+                args=tuple(map(Ref, reads)),
+                kwargs={},
+                outputs=row.makes,
+                call=places[row.module],
+            )
+        )
+    return Flow(values=tuple(values), ops=tuple(ops), calls=tuple(calls))

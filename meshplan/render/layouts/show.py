@@ -15,7 +15,7 @@ from meshplan.render.base.findings import place_to_json
 from meshplan.render.base.text import columns, paint
 from meshplan.render.base.tree import Entry, TreeLine, fold_tree
 from meshplan.render.layouts.ranks import map_of_ranks
-from meshplan.render.layouts.stages import stages_to_json, stages_to_text
+from meshplan.spec.match import fold
 from meshplan.units import format_bytes
 
 _WRAPPERS: Mapping[str, str] = {
@@ -349,3 +349,49 @@ def states_to_json(states: StateBytes) -> dict[str, int]:
 
 def reason_to_json(reason: Reason) -> dict[str, Any]:
     return {"text": reason.text, **place_to_json(reason.origin)}
+
+
+def stages_to_text(plan: Plan) -> list[str]:
+    """Return a title and a row per stage; [] without a pp axis."""
+    stages = plan.assignment.stages
+    if stages is None:
+        return []
+    rows = [("stage", "pp", "modules", "parameters")]
+    for stage in range(stages.num):
+        modules = ", ".join(fold(dict.fromkeys(m for m, s in stages.units if s == stage)))
+        rows.append(
+            (str(stage), str(stages.rank_of(stage)), modules, f"{_numel_of(plan, stage):,}")
+        )
+    why = stages.reason
+    where = f", {why.origin.place}" if why.origin else ""
+    title = f"pipeline {stages.schedule}, {stages.microbatches} microbatches ({why.text}{where})"
+    return [title, *columns(rows, ">><>")]
+
+
+def stages_to_json(plan: Plan) -> dict[str, Any] | None:
+    """Return the pipeline as JSON values; None without a pp axis."""
+    stages = plan.assignment.stages
+    if stages is None:
+        return None
+    return {
+        "schedule": stages.schedule,
+        "microbatches": stages.microbatches,
+        "stages": [
+            {
+                "pp": stages.rank_of(stage),
+                "modules": [module for module, at in stages.units if at == stage],
+                "tensors": [fqn for fqn, stages_of in stages.tensors.items() if stage in stages_of],
+            }
+            for stage in range(stages.num)
+        ],
+    }
+
+
+def _numel_of(plan: Plan, stage: int) -> int:
+    stages, tensors = plan.assignment.stages, plan.assignment.tensors
+    assert stages is not None
+    return sum(
+        tensors[fqn].info.numel
+        for fqn, stages_of in stages.tensors.items()
+        if stage in stages_of and not tensors[fqn].info.is_buffer
+    )

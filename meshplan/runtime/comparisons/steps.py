@@ -10,6 +10,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -18,6 +19,7 @@ from meshplan.layout.mesh import GRADIENT_AXES
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.context.batch import sequence_length
 from meshplan.runtime.apply.data import gather
+from meshplan.runtime.apply.loss.lazy_logits import LazyLogits
 from meshplan.runtime.apply.loss.loss_weights import History, num_parts
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import own_module
@@ -29,7 +31,7 @@ from meshplan.runtime.base.module_state import contents, users_hooks
 from meshplan.runtime.base.optimizer_steps import is_due
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.checks.forward_writes import writes_in_forward
-from meshplan.runtime.comparisons.asking import LossFn, Watched
+from meshplan.runtime.comparisons.asking import LossFn, Watched, ask, refuse_alone
 from meshplan.runtime.comparisons.few import FewSamples
 from meshplan.runtime.comparisons.given import (
     compares_ranks,
@@ -39,10 +41,9 @@ from meshplan.runtime.comparisons.given import (
     same_samples,
     slots,
 )
-from meshplan.runtime.comparisons.halves import WIDE, Three, loss_problem, three_of
+from meshplan.runtime.comparisons.halves import WIDE, Three, loss_problem, three_of, value_of
 from meshplan.runtime.comparisons.independence import SampleFindings, compare_forwards
 from meshplan.runtime.comparisons.mixing import follows_statistics, mixing_problem, name_mixing
-from meshplan.runtime.comparisons.repeats import repeat_problem
 from meshplan.runtime.comparisons.samples import largest, samples_of
 from meshplan.runtime.comparisons.tokens import (
     AMOUNTS,
@@ -304,3 +305,50 @@ def _raise_first(own: Problem | None) -> None:
         own: This rank's problem; None if it has none. At least one rank must have one.
     """
     raise ApplyError(next(problem for problem in gathered(own) if problem is not None))
+
+
+_SAME, _SAME_OF_HALF = 1e-5, 1e-2
+"""Relative differences of two calls that kernels may make which add up in any order."""
+
+
+def repeat_problem(
+    loss_fn: LossFn, output: Any, targets: Any, given: Any, plan: Plan
+) -> Problem | None:
+    """Call the loss function for the first microbatch again; return why its losses differ.
+
+    One process calls it once in a step, and a step of several microbatches once for each. A
+    function that counts its calls, as for a weight that grows, or that keeps a running mean of its
+    losses, then gives later microbatches another loss.
+
+    Args:
+        loss_fn: The user's loss function.
+        output: Output of the model for the microbatch.
+        targets: Targets of the microbatch.
+        given: Return value of the training's own call.
+        plan: The plan that the model runs under.
+
+    Returns:
+        None if both calls return the same loss, or cannot be compared: the function is random, or
+        returns no loss.
+    """
+    first = value_of(given, targets)
+    try:
+        again = ask(loss_fn, output, targets)
+    except Exception as error:  # A function that asserts something about its state.
+        if any(isinstance(tensor, LazyLogits) for _, tensor in tensors_in(output)):
+            refuse_alone(error)  # Other ranks may wait in the head's collectives.
+        return None
+    second = value_of(again.returned, targets)
+    if first is None or second is None or again.is_random:
+        return None
+    before, after = first[0].loss, second[0].loss
+    share = _SAME if torch.finfo(first[1]).bits >= 32 else _SAME_OF_HALF
+    if before != before or abs(before - after) <= share * max(abs(before), abs(after)):
+        return None
+    return Problem(
+        f"loss_fn returns {before:.6g} for a microbatch, and {after:.6g} when it is called for it "
+        "again: it keeps something from call to call, such as a count or a mean. One process calls "
+        f"it once in a step, this plan {plan.num_microbatches} times",
+        plan.spec.origin("pipeline.microbatches" if plan.assignment.stages else "batch"),
+        "change what it keeps once a step, outside of loss_fn, or take one microbatch",
+    )

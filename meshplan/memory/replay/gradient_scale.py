@@ -1,6 +1,10 @@
-"""Scalars that gradient clipping allocates: a few for each gradient and for the total norm.
+"""Temporary tensors of `runtime.train.gradient_scale`, line by line: of `unscale` and clipping.
 
-Source: `runtime.train.gradient_scale.clip_grad_norm_`, line by line.
+Clipping allocates a few scalars for each gradient and for the total norm. `unscale` checks that all
+gradients of a scaled loss are finite.
+
+Source of the check: torch 2.13, ATen's `isfinite`, which compares the tensor with itself and its
+absolute value with infinity.
 """
 
 from __future__ import annotations
@@ -16,6 +20,48 @@ from meshplan.memory.replay.writer import LogWriter
 
 _NUMBER: Final = 4
 """Bytes of a norm: norms are added up in single precision."""
+
+
+def unscale(writer: LogWriter, params: Sequence[Updated]) -> None:
+    """Play one call of `runtime.train.gradient_scale.unscale`.
+
+    Args:
+        writer: The log to write to.
+        params: The parameters that have a gradient.
+    """
+    here = [param for param in params if not param.on_host]
+    there = [param for param in params if param.on_host]
+    finite = _are_finite(writer, here) if here else _number(writer)
+    if there:
+        own = _are_finite(writer, there, on_host=True)
+        copied = _number(writer)
+        writer.free(own)
+        both = _number(writer)
+        writer.free_all((finite, copied))
+        finite = both
+    writer.free(finite)
+
+
+def _are_finite(writer: LogWriter, params: Sequence[Updated], *, on_host: bool = False) -> int:
+    def make(size: int) -> int:
+        return writer.make(size, Term.TEMPORARIES, on_host=on_host)
+
+    flags = []
+    for param in params:
+        absolute = make(param.num_bytes)
+        is_below = make(param.numel)
+        is_number = make(param.numel)
+        both = make(param.numel)
+        writer.free_all((is_number, is_below, absolute))
+        flags.append(make(1))
+        writer.free(both)
+    stacked = make(len(flags))
+    writer.free_all(flags)
+    every = make(1)
+    writer.free(stacked)
+    out = make(4)
+    writer.free(every)
+    return out
 
 
 def clip(
