@@ -21,9 +21,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from meshplan.errors import ApplyError, Problem
 from meshplan.launch.environment import read_rank
 from meshplan.layout.layout import Layout
 from meshplan.layout.mesh import Mesh
+from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.join import device_index, join
 
 JOIN_TIMEOUT = timedelta(minutes=5)
@@ -200,6 +202,22 @@ def reduce_along(
     for axis in axes:
         if mesh[axis].size() > 1:
             dist.all_reduce(value, op=op, group=submesh(mesh, (axis,)).get_group())
+
+
+def extremes(
+    values: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the smallest and the largest of each value over the ranks of a group, or over all."""
+    both = torch.stack((-values, values))  # One all-reduce gives both: min(x) == -max(-x).
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return -both[0], both[1]
+
+
+def raise_first(problem: Problem | None) -> None:
+    """Raise, on all ranks, the problem of the lowest rank that has one; all ranks must call it."""
+    for each in [problem] if is_fake_execution() else gathered(problem):
+        if each is not None:
+            raise ApplyError(each)
 
 
 def gathered(own: _T, group: dist.ProcessGroup | None = None) -> list[_T]:

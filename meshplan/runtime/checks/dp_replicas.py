@@ -15,14 +15,13 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.layout.mesh import GRADIENT_AXES
 from meshplan.plan.plan import Plan
-from meshplan.runtime.base.mesh import device, local_of, shard_axes, submesh
+from meshplan.runtime.base.mesh import device, extremes, local_of, shard_axes, submesh
 from meshplan.runtime.base.optimizer_steps import before_steps, is_due
 
 _TOLERANCE: Final = 1e-3
@@ -123,11 +122,7 @@ def _compare(found: dict[str, nn.Parameter], axes: tuple[str, ...], watch: _DpRe
         watch: The model of these parameters.
     """
     norms = torch.stack([_norm(parameter) for parameter in found.values()])
-    # One all-reduce gives both extremes, because min(x) == -max(-x).
-    both = torch.cat((norms, -norms))
-    group = submesh(watch.mesh, axes, flat=True).get_group()
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    high, low = both[: len(norms)], -both[len(norms) :]
+    low, high = extremes(norms, submesh(watch.mesh, axes, flat=True).get_group())
     differs = (high - low > _TOLERANCE * high.abs()) & (high > torch.finfo(high.dtype).tiny)
     if not differs.any():
         return

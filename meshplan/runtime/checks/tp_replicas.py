@@ -23,7 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
-from meshplan.runtime.base.mesh import device, local_of, reduce_along, submesh, without_partial
+from meshplan.runtime.base.mesh import (
+    device,
+    extremes,
+    local_of,
+    reduce_along,
+    submesh,
+    without_partial,
+)
 from meshplan.runtime.base.optimizer_steps import before_steps, is_due
 
 _TOLERANCE: Final = (1e-2, 5e-2)
@@ -134,10 +141,7 @@ def check_loss(loss: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> None:
     Raises:
         ApplyError: The loss differs. The error is raised on every rank.
     """
-    group = submesh(mesh, ("tp",)).get_group()
-    low, high = loss.detach().clone(), loss.detach().clone()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+    low, high = extremes(loss.detach(), submesh(mesh, ("tp",)).get_group())
     differs = (high - low > _tolerance(plan) * high.abs()).float()
     # Raise on all ranks, so that no rank waits for another in the next step.
     reduce_along(differs, mesh, mesh.mesh_dim_names or (), dist.ReduceOp.MAX)

@@ -24,7 +24,7 @@ from meshplan.layout.mesh import GRADIENT_AXES
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.base.fake_mode import is_fake_execution
-from meshplan.runtime.base.mesh import device, local_of, reduce_along, shard_axes
+from meshplan.runtime.base.mesh import device, extremes, local_of, reduce_along, shard_axes, submesh
 from meshplan.runtime.base.optimizer_steps import before_steps, is_due
 from meshplan.runtime.base.parallel_models import ParallelModel, is_stepped, known_models
 
@@ -85,9 +85,8 @@ def check_drift(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         for name, parameter, group in model.shared.copies():
             if not parameter.requires_grad:
                 continue
-            both = _ends(_sums([parameter]))
-            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-            if _differ(both, _tolerance([parameter], ())).any():
+            ends = extremes(_sums([parameter]), group)
+            if _differ(*ends, _tolerance([parameter], ())).any():
                 wrong.append(name)
     if wrong:
         others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -132,9 +131,8 @@ def _parted(
     sums = _sums(parameters)
     out = torch.zeros(len(parameters), device=device())
     for axis in axes:
-        both = _ends(sums)
-        reduce_along(both, mesh, (axis,), dist.ReduceOp.MAX)
-        out = torch.maximum(out, _differ(both, _tolerance(parameters, (axis,))).float())
+        ends = extremes(sums, submesh(mesh, (axis,)).get_group())
+        out = torch.maximum(out, _differ(*ends, _tolerance(parameters, (axis,))).float())
     return out
 
 
@@ -152,22 +150,17 @@ def _sums(parameters: list[nn.Parameter]) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def _ends(sums: torch.Tensor) -> torch.Tensor:
-    """Return the sums and their negatives, whose maxima over ranks are max(sums) and -min(sums)."""
-    return torch.stack((sums, -sums))
-
-
-def _differ(both: torch.Tensor, tolerance: torch.Tensor) -> torch.Tensor:
+def _differ(low: torch.Tensor, high: torch.Tensor, tolerance: torch.Tensor) -> torch.Tensor:
     """Return a mask of the parameters whose copies differ; copies with NaN count as equal.
 
     Args:
-        both: Maxima over ranks of `_ends`.
+        low: Smallest `_sums` over ranks.
+        high: Largest `_sums` over ranks.
         tolerance: Largest allowed relative difference for each parameter.
 
-    Shape: both (2, parameters, 2), tolerance (parameters,) -> (parameters,)
+    Shape: low and high (parameters, 2), tolerance (parameters,) -> (parameters,)
     """
-    # both[1] is -min(sums), so `apart` is the largest sum minus the smallest over ranks.
-    apart, size = both[0] + both[1], both[0][:, 1].sqrt()
+    apart, size = high - low, high[:, 1].sqrt()
     return (apart[:, 0] > tolerance * size) | (apart[:, 1] > 2 * tolerance * size.square())
 
 

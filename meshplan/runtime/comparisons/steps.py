@@ -26,7 +26,7 @@ from meshplan.runtime.apply.wrap import own_module
 from meshplan.runtime.base.batch import chunked
 from meshplan.runtime.base.batch_agreement import num_samples
 from meshplan.runtime.base.fake_mode import is_fake_execution
-from meshplan.runtime.base.mesh import gathered
+from meshplan.runtime.base.mesh import raise_first
 from meshplan.runtime.base.module_state import contents, users_hooks
 from meshplan.runtime.base.optimizer_steps import is_due
 from meshplan.runtime.base.pytree import tensors_in
@@ -196,7 +196,7 @@ class StepCheck:
         if given:
             self._refuse_repeated_samples(given_to)
         if is_wrong:
-            _raise_first(self._problem)
+            raise_first(self._problem)
         may_call = not is_gathered and not self._watched.sends
         problem, is_of_samples = self._few.problem(self._loss_fn, may_call=may_call)
         if problem is not None:
@@ -204,7 +204,7 @@ class StepCheck:
         for amount in AMOUNTS:
             would_be_wrong, is_not_over, most, least = of_amounts[amount :: len(AMOUNTS)]
             if would_be_wrong and not is_not_over and most != -least and not is_of_samples:
-                _raise_first(self._if_uneven.problems.get(amount))
+                raise_first(self._if_uneven.problems.get(amount))
         if not cannot_run and (is_uncompared or self._asks_forward()):
             self._compare_forwards(is_uncompared=bool(is_uncompared))
 
@@ -250,7 +250,7 @@ class StepCheck:
         if mixes:
             self._refuse_mixing(found, name_mixing(self._model, self._plan, samples))
         elif is_wrong:
-            _raise_first(found.problem)
+            raise_first(found.problem)
 
     def _asks_forward(self) -> bool:
         """Return True if this step compares forwards, which costs more than comparing losses.
@@ -295,16 +295,7 @@ class StepCheck:
                 )
             return
         if not self._plan.spec.batch.per_rank:
-            _raise_first(mixing_problem(named, self._plan) if found.mixes and not is_norm else None)
-
-
-def _raise_first(own: Problem | None) -> None:
-    """Raise, on all ranks, the problem of the lowest rank that has one; all ranks must call it.
-
-    Args:
-        own: This rank's problem; None if it has none. At least one rank must have one.
-    """
-    raise ApplyError(next(problem for problem in gathered(own) if problem is not None))
+            raise_first(mixing_problem(named, self._plan) if found.mixes and not is_norm else None)
 
 
 _SAME, _SAME_OF_HALF = 1e-5, 1e-2

@@ -156,12 +156,12 @@ def let_through(name: str) -> float:
     """A seeded bug: the proof finds nothing, so that a wrong model is trained."""
     from meshplan.runtime.apply.context import apply, proof
 
-    proof.raise_remote, original = lambda problem: None, proof.raise_remote
-    apply.raise_remote = proof.raise_remote
+    proof.raise_first, original = lambda problem: None, proof.raise_first
+    apply.raise_first = proof.raise_first
     try:
         return trained(name, CP2)
     finally:
-        proof.raise_remote = apply.raise_remote = original
+        proof.raise_first = apply.raise_first = original
 
 
 @pytest.mark.parametrize("name", ["narrow", "counted", "conv", "window", "Mistral with window"])

@@ -14,9 +14,9 @@ from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.context.attention import MASKED, SequenceMode, answer_for_whole
 from meshplan.runtime.apply.context.batch import Feed, sequence_length
 from meshplan.runtime.apply.context.parts import Parts
-from meshplan.runtime.apply.context.proof import prove, raise_remote
+from meshplan.runtime.apply.context.proof import prove
 from meshplan.runtime.base.fake_mode import numbers
-from meshplan.runtime.base.mesh import device
+from meshplan.runtime.base.mesh import device, raise_first
 
 
 class ContextParallelism:
@@ -82,4 +82,4 @@ class ContextParallelism:
         is_refused = torch.tensor(float(problem is not None), device=device())
         dist.all_reduce(is_refused, op=dist.ReduceOp.MAX)
         if numbers(is_refused, float(problem is not None)):
-            raise_remote(problem)
+            raise_first(problem)

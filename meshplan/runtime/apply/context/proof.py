@@ -20,8 +20,8 @@ from torch import nn
 from meshplan.errors import ApplyError, MeshplanError, Problem
 from meshplan.runtime.apply.context.attention import AttentionTrial, SequenceMode, Site
 from meshplan.runtime.base.batch import mapped
-from meshplan.runtime.base.fake_mode import is_fake_execution, numbers
-from meshplan.runtime.base.mesh import gathered, local_of
+from meshplan.runtime.base.fake_mode import numbers
+from meshplan.runtime.base.mesh import local_of, raise_first
 from meshplan.runtime.checks.dry_run import dry_run, noise
 
 _TOLERANCE: Final = (1e-3, 1e-1)
@@ -174,7 +174,7 @@ def prove(
         try:
             with dry_run(model):
                 expected = model(*whole_args, **whole_kwargs)
-            raise_remote(None if in_whole.attentions else _UNSEEN)
+            raise_first(None if in_whole.attentions else _UNSEEN)
             in_part = mode.trial = _PartRun(in_whole, length, local)
             with dry_run(model):
                 found = _run_part(model, *mapped((args, local_kwargs), one))
@@ -182,7 +182,7 @@ def prove(
             mode.trial = None
         problems = [*in_part.problems, *_call_problems(in_whole, in_part)]
         problems += _output_problems(expected, found, in_whole, in_part, parts.group)
-    raise_remote(next(iter(problems), None))
+    raise_first(next(iter(problems), None))
     mode.known |= in_part.known
     mode.lengths.add(length)
 
@@ -199,13 +199,6 @@ def _run_part(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             "contiguous tokens, or leave cp out",
         )
         raise ApplyError(problem) from error
-
-
-def raise_remote(problem: Problem | None) -> None:
-    """Raise, on every rank, the problem of the first rank that has one."""
-    for each in [problem] if is_fake_execution() else gathered(problem):
-        if each is not None:
-            raise ApplyError(each)
 
 
 def _call_problems(whole: _Whole, part: _PartRun) -> Iterator[Problem]:

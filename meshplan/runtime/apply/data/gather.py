@@ -16,7 +16,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.runtime.apply.loss.loss_weights import is_weighed, num_parts
 from meshplan.runtime.base.fake_mode import is_fake_execution
-from meshplan.runtime.base.mesh import gather_into, gathered, scatter_sum, submesh
+from meshplan.runtime.base.mesh import extremes, gather_into, gathered, scatter_sum, submesh
 from meshplan.runtime.base.parallel_models import ParallelModel, find_model
 from meshplan.runtime.torch_private.fakes import is_fake
 
@@ -203,11 +203,8 @@ def _check_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """
     words = f"{tuple(tensor.shape)} {tensor.dtype}"
     number = zlib.crc32(words.encode())
-    # One MAX finds both the largest and the smallest checksum, the latter negated.
-    both = torch.tensor([number, -number], device=tensor.device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    high, low = both.tolist()
-    if high == -low:
+    low, high = extremes(torch.tensor(number, device=tensor.device), group)
+    if low == high:
         return
     shapes = gathered((dist.get_rank(), words), group)
     rank, own = shapes[0]

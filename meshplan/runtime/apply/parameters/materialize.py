@@ -18,7 +18,7 @@ from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.data.data import params_on_host
 from meshplan.runtime.apply.parameters.initial_values import holder, initialise
 from meshplan.runtime.base.digest import checksum
-from meshplan.runtime.base.mesh import device, gathered, local_of
+from meshplan.runtime.base.mesh import device, extremes, gathered, local_of
 from meshplan.state.held import is_held
 
 
@@ -131,9 +131,7 @@ def _take_from_rank_0(tensors: dict[str, torch.Tensor]) -> None:
     if dist.get_world_size() == 1 or not tensors:
         return
     sums = torch.tensor([checksum(t) for t in tensors.values()], dtype=torch.int64)
-    low, high = sums.to(device(), copy=True), sums.to(device(), copy=True)
-    dist.all_reduce(low, op=dist.ReduceOp.MIN)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX)
+    low, high = extremes(sums.to(device()))
     differs = (low != high).tolist()
     for tensor, different in zip(tensors.values(), differs, strict=True):
         if different:

@@ -12,7 +12,6 @@ from functools import partial, wraps
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -40,7 +39,7 @@ from meshplan.runtime.apply.tensor_parallel.local_tensors import (
 from meshplan.runtime.apply.tensor_parallel.multihead import attend_by_heads
 from meshplan.runtime.base.compile import compiles
 from meshplan.runtime.base.fake_mode import is_fake_execution
-from meshplan.runtime.base.mesh import activation_placement, placement, submesh
+from meshplan.runtime.base.mesh import activation_placement, extremes, placement, submesh
 from meshplan.runtime.base.module_state import hooks_of
 from meshplan.runtime.torch_private.ops import as_dtensor
 from meshplan.runtime.torch_private.redistribution import Redistribution, redistributed
@@ -332,9 +331,7 @@ def _check_part(x: torch.Tensor, tp: DeviceMesh) -> None:
     """
     own = torch.stack((x.detach().float().sum(), x.detach().float().norm()))
     varies = (x != x[:, :1]).any().to(own.dtype)
-    low, high = torch.stack((*own, varies)), torch.stack((*own, varies))
-    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=tp.get_group())
-    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=tp.get_group())
+    low, high = extremes(torch.stack((*own, varies)), tp.get_group())
     if bool(low[2]) and torch.equal(low, high):
         raise ApplyError(
             Problem(
