@@ -104,4 +104,4 @@ def test_without_transformers_the_way_forward_is_said(tmp_path, capsys, monkeypa
 
 def test_what_transformers_does_not_know_either_is_refused(tmp_path, capsys):
     assert main(["check", "-f", str(plan_of(tmp_path, PHI | {"model_type": "nosuch"}))]) == 2
-    assert "config" in capsys.readouterr().err
+    assert "transformers has no model_type 'nosuch'" in capsys.readouterr().err

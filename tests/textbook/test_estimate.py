@@ -415,7 +415,8 @@ def test_bad_input(run, words, problems):
         (b"\x89PNG\r\n\xff", "the file is not UTF-8 text"),
         (b"not json", "not JSON: Expecting value"),
         (b"[]", "the file holds a list, not an object of keys and values"),
-        (b'{"model_type": "bert"}', "model_type 'bert' is not supported"),
+        (b'{"model_type": "bert"}', "transformers has no model class 'BertForCausalLM'"),
+        (b'{"model_type": "nosuch"}', "transformers has no model_type 'nosuch'"),
     ],
 )
 def test_bad_configs(run, tmp_path, content, what):

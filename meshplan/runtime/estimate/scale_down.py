@@ -187,8 +187,14 @@ def source_of_config(path: str | Path, origin: Origin) -> ModelSource:
         raise SpecError(problem)
     try:
         known = _transformers().CONFIG_MAPPING
+        if (model_type := content.get("model_type")) not in known:
+            what = f"transformers has no model_type {quote(str(model_type))}"
+            fix = "correct it, or name a function that builds the model: --model pkg.mod:fn"
+            raise SpecError(Problem(what, origin, fix))
         with _offline():
             config = known[content["model_type"]].from_dict(dict(content))
+    except SpecError:
+        raise
     except ImportError:
         fix = "install transformers, or name a function that builds the model: --model pkg.mod:fn"
         what = "building a model from a config needs transformers, which is not installed"

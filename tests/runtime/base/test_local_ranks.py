@@ -82,11 +82,8 @@ def test_every_rank_knows_its_place():
             "    fix: change it",
         ),
         ("is silent", "meshplan: 1 problem\nranks 0, 1 sent no result for 3 s"),
-        (
-            "stops working",
-            "meshplan: 1 problem\nranks 0, 1 sent no result for 5 s; rank 0 began a step of the "
-            "model, which was to take 0.5 s",
-        ),
+        # Which of the two ranks is named depends on which began last.
+        ("stops working", "meshplan: 1 problem\nranks 0, 1 sent no result for 5 s; rank "),
     ],
 )
 def test_one_bad_rank_ends_all(monkeypatch, how, message):
@@ -97,6 +94,8 @@ def test_one_bad_rank_ends_all(monkeypatch, how, message):
     with pytest.raises(ApplyError) as caught:
         pids.extend(pid for _, pid in run_ranks(2, 2, fail, how) if isinstance(pid, int))
     assert str(caught.value).startswith(message)
+    if how == "stops working":
+        assert "began a step of the model, which was to take 0.5 s" in str(caught.value)
     assert time.monotonic() - began < 30
     assert len(pids) == 2
     assert not any(is_alive(pid) for pid in pids)
