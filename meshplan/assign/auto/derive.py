@@ -455,7 +455,7 @@ tp is not worth its ranks.
 def projections(flow_uses: FlowUses, size: int, may_cut: Callable[[str], bool]) -> list[str]:
     """Return the fqns of projections to shard along their output; [] if they have too few elements.
 
-    They are sharded one by one where no pair can be: each all-gathers its output. The input and
+    Sharding one by one is for models without a pair: each output is all-gathered. The input and
     output of such a module are whole, so no operation of the rest of the forward has to be known:
     shapes may depend on values, and operations may have no sharding rule. But each projection costs
     an all-gather, while a pair of projections costs one all-reduce.

@@ -28,7 +28,7 @@ from meshplan.shown import shown
 from meshplan.spec.spec import AUTO, Allocator, Borrow, Spec
 
 PRICED_ALONE: Final = "other plans"
-"""What is rejected (`Rejected.what`) if a plan is only priced as it is stated."""
+"""Name under which all other plans are rejected if a plan is only priced as it is stated."""
 
 
 @shown

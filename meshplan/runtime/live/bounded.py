@@ -104,16 +104,19 @@ class BoundedTraces:
         Raises:
             PlanError: A trace failed, or no upper bound can be proved.
         """
+        log = lambda found: [*map(log_of, found)]  # noqa: E731
         recording = None if self.bound else self.recording
+        if recording is None:
+            return self.run(partial(trace, range(len(asked))), log)
         kernels = self._device if self._device == CPU else kernels_of(self._device)
         keys = [key_of((kernels, question.key, each)) for each in asked]
-        known = [recording.find(key) if recording is not None else None for key in keys]
+        known = [recording.find(key) for key in keys]
         missing = [number for number, data in enumerate(known) if data is None]
         made: dict[int, T] = {}
         if missing:
-            found = self.run(partial(trace, missing), lambda found: [*map(log_of, found)])
+            found = self.run(partial(trace, missing), log)
             made = dict(zip(missing, found, strict=True))
-        if recording is not None and not self.bound:
+        if not self.bound:
             for number, each in made.items():
                 recording.keep(keys[number], question.to_json(each))
         return [
@@ -153,7 +156,7 @@ class BoundedTraces:
 def _computed_by(spec: Spec) -> tuple[Any, ...]:
     """Return what traces depend on of a plan, besides what is decided for tensors and modules.
 
-    They depend neither on the machine nor on the batch.
+    The machine and the batch are not part of it.
     """
     return (
         spec.input, spec.batch.seq_len, spec.batch.per_rank, spec.precision, spec.loss,

@@ -1,4 +1,4 @@
-"""What the traces of a live model depend on, besides the plan: its code, its modules, its forward.
+"""Identity of a live model, on which its traces depend: its code, its modules, its forward.
 
 A trace that is kept on disk may be used only for the model that was traced. Two models have one
 identity if the same code, of the same versions, builds modules with equal attributes and tensors
@@ -67,7 +67,7 @@ class ModelIdentity:
 
     def digest(self) -> str:
         """Return one hash of everything."""
-        return _hashed(json.dumps(asdict(self), sort_keys=True))
+        return hashed(json.dumps(asdict(self), sort_keys=True))
 
     def difference(self, other: ModelIdentity) -> str:
         """Return in words how another model differs from this one; "" if it does not.
@@ -121,10 +121,10 @@ def identity_of(model: nn.Module, graph: ModelGraph, flow: Flow, entry: str = ""
         model=f"{type(model).__module__}.{type(model).__qualname__}",
         versions={**versions(), **packages},
         code=code,
-        modules=_hashed(repr([f"{kind.__module__}.{kind.__qualname__}" for kind in classes])
+        modules=hashed(repr([f"{kind.__module__}.{kind.__qualname__}" for kind in classes])
                         + repr(canonical((graph, graph.notes)))),
-        attributes=_hashed(repr((attributes, hooks, modes))),
-        forward=_hashed(_spelled_flow(flow)),
+        attributes=hashed(repr((attributes, hooks, modes))),
+        forward=hashed(_spelled_flow(flow)),
     )  # fmt: skip
 
 
@@ -256,5 +256,6 @@ def _spelled_flow(flow: Flow) -> str:
     return repr(held) + _REF.sub(lambda ref: names.get(int(ref[1]), ref[0]), text)
 
 
-def _hashed(text: str) -> str:
+def hashed(text: str) -> str:
+    """Return a hash of a text, short enough for the name of a file."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]

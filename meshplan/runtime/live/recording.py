@@ -8,7 +8,6 @@ traces of a model beforehand, and writes them into one file.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import zlib
@@ -19,7 +18,7 @@ from typing import Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.files import CACHE_VARIABLE, DiskCache, read_bytes, write_bytes
-from meshplan.runtime.live.identity import ModelIdentity, canonical, versions
+from meshplan.runtime.live.identity import ModelIdentity, canonical, hashed, versions
 from meshplan.runtime.live.trace_json import costs_from_json, trace_from_json
 
 FORMAT: Final = "meshplan recording"
@@ -58,7 +57,7 @@ class Recording:
         """
         models = DiskCache.of_user(".model", _MOST_MODELS)
         if models is not None:
-            name, data = _hash(identity.model + identity.modules), _dumped(asdict(identity))
+            name, data = hashed(identity.model + identity.modules), _dumped(asdict(identity))
             earlier = models.get(name)
             if earlier is not None and earlier[0] != data:
                 why = ModelIdentity(**json.loads(earlier[0])).difference(identity)
@@ -70,7 +69,7 @@ class Recording:
     def find(self, key: str) -> Any:
         """Return a trace as JSON values; None if it was not recorded."""
         if key not in self.traces and self._kept is not None:
-            kept = self._kept.get(_hash(self._digest + key))
+            kept = self._kept.get(hashed(self._digest + key))
             if kept is not None:
                 self.traces[key] = json.loads(zlib.decompress(kept[0]))
         return self.traces.get(key)
@@ -79,12 +78,12 @@ class Recording:
         """Record a trace."""
         self.traces[key] = trace
         if self._kept is not None:
-            self._kept.put(_hash(self._digest + key), zlib.compress(_dumped(trace), 1))
+            self._kept.put(hashed(self._digest + key), zlib.compress(_dumped(trace), 1))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the file of the recording, with all traces that were made or recalled."""
         content = {"identity": asdict(self.identity), "traces": self.traces}
-        head = {"format": FORMAT, "version": VERSION, "sha256": _hash(_dumped(content).decode())}
+        head = {"format": FORMAT, "version": VERSION, "sha256": hashed(_dumped(content).decode())}
         write_bytes(path, _dumped({**head, **content}) + b"\n", "the recording")
 
 
@@ -94,7 +93,7 @@ def key_of(asked: Any) -> str:
     Args:
         asked: All that the trace depends on besides the model.
     """
-    return _hash(repr(canonical(asked)))
+    return hashed(repr(canonical(asked)))
 
 
 def load(path: Path) -> tuple[ModelIdentity, int]:
@@ -148,7 +147,7 @@ def _read(path: Path) -> tuple[ModelIdentity, Mapping[str, Any]]:
     if (version := content.get("version")) != VERSION:
         raise refused(f"this recording has version {version}, and this meshplan reads {VERSION}")
     rest = {key: content.get(key) for key in ("identity", "traces")}
-    if content.get("sha256") != _hash(_dumped(rest).decode()):
+    if content.get("sha256") != hashed(_dumped(rest).decode()):
         raise refused("the recording was changed after it was made")
     try:
         return ModelIdentity(**content["identity"]), dict(content["traces"])
@@ -158,7 +157,3 @@ def _read(path: Path) -> tuple[ModelIdentity, Mapping[str, Any]]:
 
 def _dumped(data: Any) -> bytes:
     return json.dumps(data, separators=(",", ":")).encode()
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import functools
 import gc
+import random
 import sys
 import types
 import weakref
@@ -21,12 +22,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.runtime.base.module_state import containers_kept, held_by_hooks
-from meshplan.runtime.base.random_numbers import randomness_kept
 
 _LruCache: Final = type(functools.lru_cache(lambda: None))
 _DEPTH: Final = 4
@@ -258,3 +259,15 @@ def _problem(model: nn.Module, item: Any) -> Problem:
         f"the model{kept}, from where that of a trial run on a copy cannot be removed",
         fix="keep it in a buffer or an attribute of a module, or compute it in every forward",
     )
+
+
+@contextmanager
+def randomness_kept() -> Iterator[None]:
+    """Put the random number generators of this process back as they were."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])

@@ -22,7 +22,7 @@ from meshplan.runtime.apply.wrap import applied, set_accumulate
 from meshplan.runtime.base.batch import mapped
 from meshplan.runtime.base.digest import mark
 from meshplan.runtime.base.mesh import device, gathered
-from meshplan.runtime.base.random_numbers import randomness_kept
+from meshplan.runtime.trace.side_effects import randomness_kept
 from meshplan.runtime.train.epoch_reader import EpochReader
 from meshplan.runtime.train.fast_dev_run import DevBatches, num_dev_batches
 from meshplan.runtime.train.sample_order import Share

@@ -19,7 +19,7 @@ from meshplan.runtime.base.batch import as_arguments, chunked, mapped
 from meshplan.runtime.base.batch_agreement import num_samples
 from meshplan.runtime.base.mesh import device, gather_into, gathered, submesh
 from meshplan.runtime.base.pytree import fill, shape_of
-from meshplan.runtime.base.random_numbers import randomness_kept
+from meshplan.runtime.trace.side_effects import randomness_kept
 from meshplan.runtime.train.dataloader import (
     check_ranks,
     length_of,
